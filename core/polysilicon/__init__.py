@@ -1,0 +1,1 @@
+"""One LLM server for every vendor's silicon."""

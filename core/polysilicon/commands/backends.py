@@ -1,0 +1,150 @@
+"""`polysilicon backends`: what can run here, and which formats run on it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from polysilicon.backend import Capabilities, DeviceInfo
+    from polysilicon.plugins import PluginRecord
+    from polysilicon.selection import BackendReport
+
+
+def backends(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    matrix: Annotated[
+        bool, typer.Option("--matrix", help="Show which formats each backend runs.")
+    ] = False,
+) -> None:
+    """List the backends in the order of --backend auto: status, devices, capabilities or reason."""
+    from polysilicon.plugins import PluginStatus, load_plugins
+    from polysilicon.selection import probe_all
+
+    plugins = load_plugins()
+    opened = [_open(report) for report in probe_all(plugins)]
+    unloaded = [r for r in plugins.records if r.status is not PluginStatus.LOADED]
+    if matrix:
+        _print_matrix(opened, as_json)
+    elif as_json:
+        _print_json(opened, unloaded)
+    else:
+        _print_list(opened, unloaded)
+
+
+_Opened = tuple["BackendReport", "Capabilities | None"]
+
+
+def _open(report: BackendReport) -> _Opened:
+    """A report with the capabilities of the first device; faulty when that cannot be opened."""
+    from polysilicon.errors import PluginError
+    from polysilicon.selection import BackendStatus, capabilities
+
+    if report.status is not BackendStatus.AVAILABLE:
+        return report, None
+    try:
+        return report, capabilities(report)
+    except PluginError as error:
+        return (
+            dataclasses.replace(report, status=BackendStatus.FAULTY, reason=str(error)),
+            None,
+        )
+
+
+def _print_list(opened: list[_Opened], unloaded: list[PluginRecord]) -> None:
+    from polysilicon.commands.output import print_table
+
+    rows: list[tuple[str, ...]] = [
+        (
+            report.name,
+            report.status,
+            "\n".join(map(_device, report.devices)),
+            report.reason if declared is None else _summary(declared),
+        )
+        for report, declared in opened
+    ]
+    rows += [(f"{record.name} (plugin)", record.status, "", _owned(record)) for record in unloaded]
+    print_table(("backend", "status", "devices", "capabilities or reason"), rows)
+
+
+def _owned(record: PluginRecord) -> str:
+    owner = f"{record.distribution} {record.version}".strip()
+    return f"{owner}: {record.reason}" if owner else record.reason
+
+
+def _device(device: DeviceInfo) -> str:
+    details = "".join(f", {value}" for value in device.details.values())
+    return f"{device.name}, {device.memory / 2**30:.1f} GiB{details}"
+
+
+def _summary(declared: Capabilities) -> str:
+    parts = [
+        f"compute {declared.compute}",
+        f"KV {' '.join(declared.kv_dtypes)}",
+        f"pages of {' '.join(map(str, declared.page_sizes))}",
+        f"encodings {' '.join(declared.encodings)}",
+    ]
+    if declared.adapters:
+        parts.append(f"{declared.adapters} adapters up to rank {declared.max_adapter_rank}")
+    switches = {
+        "deterministic": declared.deterministic,
+        "tree attention": declared.tree_attention,
+        "capture": declared.capture,
+    }
+    return "; ".join(parts + [name for name, on in switches.items() if on])
+
+
+def _print_json(opened: list[_Opened], unloaded: list[PluginRecord]) -> None:
+    from polysilicon.commands.output import print_json
+
+    entries: list[dict[str, Any]] = [
+        {
+            "name": report.name,
+            "status": report.status,
+            "reason": report.reason,
+            "plugin": report.plugin.name,
+            "distribution": report.plugin.distribution,
+            "version": report.plugin.version,
+            "contract": list(report.backend.contract),
+            "priority": report.backend.priority,
+            "devices": [
+                {"name": d.name, "memory": d.memory, "details": dict(d.details)}
+                for d in report.devices
+            ],
+            "capabilities": None if declared is None else dataclasses.asdict(declared),
+        }
+        for report, declared in opened
+    ]
+    print_json({"backends": entries, "unloaded": [dataclasses.asdict(r) for r in unloaded]})
+
+
+def _print_matrix(opened: list[_Opened], as_json: bool) -> None:
+    from polysilicon.commands.output import print_json, print_table
+    from polysilicon.format_matrix import formats
+
+    runnable = {report.name: declared for report, declared in opened if declared is not None}
+    reasons = {report.name: report.reason for report, declared in opened if declared is None}
+    if as_json:
+        rows = [
+            dataclasses.asdict(item)
+            | {"support": {name: item.support(declared) for name, declared in runnable.items()}}
+            for item in formats()
+        ]
+        print_json({"formats": rows, "unavailable": reasons})
+        return
+    print_table(
+        ("format", "type", "encoding", *runnable),
+        [
+            (
+                item.container,
+                item.type,
+                item.encoding or "-",
+                *(item.support(declared) for declared in runnable.values()),
+            )
+            for item in formats()
+        ],
+    )
+    for name, reason in reasons.items():
+        print(f"{name}: {reason}")

@@ -1,0 +1,117 @@
+"""What callers hold: requests in, text out. The engine behind it may be in this process or another."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Protocol
+
+from polysilicon.detokenizer import IncrementalDetokenizer, StopChecker
+from polysilicon.request import FinishReason, Request, RequestOutput
+from polysilicon.tokenizer import Tokenizer
+
+
+class EngineLink(Protocol):
+    """The engine as its client sees it."""
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def cancel(self, request_id: str, choice: int | None = None) -> None: ...
+
+    def step(self) -> list[RequestOutput]: ...
+
+    def close(self) -> None: ...
+
+
+class _ChoiceText:
+    """The text of one choice as its tokens come."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+        params = request.params
+        self.min_tokens = params.min_tokens
+        self.include_stop_text = params.include_stop_text
+        self.num_tokens = 0
+        self.detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special=params.skip_special_tokens, prompt_ids=request.prompt
+        )
+        self.stops = StopChecker(params.stop, include=params.include_stop_text)
+
+    def take(self, output: RequestOutput) -> RequestOutput:
+        """The output with its text; finished when a stop text came."""
+        ids = output.ids
+        if output.finish_reason is FinishReason.STOP and not self.include_stop_text:
+            ids = ids[:-1]
+        text = self.detokenizer.push(ids)
+        self.num_tokens += len(output.ids)
+        if output.finish_reason is not None:
+            text += self.detokenizer.flush()
+        if self.num_tokens >= self.min_tokens:
+            text = self.stops.push(text)
+        if self.stops.matched is not None:
+            return dataclasses.replace(
+                output,
+                text=text,
+                finish_reason=FinishReason.STOP,
+                stop_text=self.stops.matched,
+            )
+        if output.finish_reason is not None:
+            text += self.stops.flush()
+        return dataclasses.replace(output, text=text)
+
+
+class Client:
+    """Submits requests to an engine and turns its tokens into text, stop texts included."""
+
+    def __init__(self, engine: EngineLink, tokenizer: Tokenizer) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self._texts: dict[str, dict[int, _ChoiceText]] = {}
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._texts) or self.engine.has_work
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises RequestError when it cannot be served as it stands."""
+        self.engine.add(request)
+        self._texts[request.id] = {
+            choice: _ChoiceText(request, self.tokenizer) for choice in range(request.params.n)
+        }
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its choices finish as cancelled. Unknown ids are ignored."""
+        self.engine.cancel(request_id)
+
+    def poll(self) -> list[RequestOutput]:
+        """News since the last call; lets the engine in this process run a step for them."""
+        news = []
+        for output in self.engine.step():
+            choices = self._texts.get(output.request_id, {})
+            if output.choice not in choices:
+                continue
+            output_with_text = choices[output.choice].take(output)
+            if output_with_text.finish_reason is not None:
+                if output.finish_reason is None:
+                    self.engine.cancel(output.request_id, output.choice)
+                del choices[output.choice]
+                if not choices:
+                    del self._texts[output.request_id]
+            news.append(output_with_text)
+        return news
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[RequestOutput]:
+        """Run requests as one continuous batch and yield their news until all have ended."""
+        for request in requests:
+            self.submit(request)
+        yield from self.drain()
+
+    def drain(self) -> Iterator[RequestOutput]:
+        """News until everything that was submitted has ended."""
+        while self.has_work:
+            yield from self.poll()
+
+    def close(self) -> None:
+        self.engine.close()

@@ -1,0 +1,183 @@
+"""From a configuration to a running engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+from polysilicon.backend import KV_DTYPES, Capabilities, Device, KVSpec, OutOfMemory
+from polysilicon.config import Config
+from polysilicon.engine.client import Client
+from polysilicon.engine.engine import Engine
+from polysilicon.engine.executor import ModelExecutor
+from polysilicon.engine.memory import context_capacity, plan_pages
+from polysilicon.errors import ConfigError
+from polysilicon.kv.manager import GroupSpec, KVManager
+from polysilicon.models.config import kv_groups
+from polysilicon.models.loading import Model, load_model
+from polysilicon.plugins import load_plugins
+from polysilicon.selection import Selection, select_backend
+from polysilicon.tokenizer import Tokenizer
+from polysilicon.weights.checkpoint import Checkpoint, open_checkpoint
+from polysilicon.weights.gguf import GGUFFile
+
+KV_SHARE = 0.4
+"""Share of a device's free memory that KV takes when no budget is given."""
+
+Progress = Callable[[int, int], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A client whose engine runs in this process, and what was decided on the way.
+
+    notes: sentences worth telling the user, such as the backend chosen or a lowered context.
+    """
+
+    client: Client
+    engine: Engine
+    tokenizer: Tokenizer
+    checkpoint: Checkpoint
+    notes: tuple[str, ...]
+
+
+def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer that stands in or beside a checkpoint."""
+    if isinstance(checkpoint, GGUFFile):
+        return Tokenizer.from_gguf(checkpoint.metadata)
+    return Tokenizer.from_directory(checkpoint.path)
+
+
+def load(config: Config, path: Path, *, progress: Progress | None = None) -> Loaded:
+    """Open the model at `path` on the configured backend.
+
+    progress: called with bytes placed and bytes in total. Raises a PolysiliconError that names the
+    mend for every model, backend and memory setting that cannot work.
+    """
+    selection = select_backend(load_plugins(config.block_plugins), config.backend)
+    checkpoint = open_checkpoint(path)
+    tokenizer = load_tokenizer(checkpoint)
+    device = open_device(config, selection)
+    model = load_model(checkpoint, device, max_length=config.max_length, progress=progress)
+    engine, notes = build_engine(
+        config,
+        device,
+        model,
+        identity=checkpoint.fingerprint(),
+        eos_ids=tokenizer.eos_ids,
+    )
+    chosen = f"backend {selection.name} on {selection.devices[config.device].name}"
+    return Loaded(
+        client=Client(engine, tokenizer),
+        engine=engine,
+        tokenizer=tokenizer,
+        checkpoint=checkpoint,
+        notes=(f"{chosen}: {selection.reason}", *model.notes, *notes),
+    )
+
+
+def open_device(config: Config, selection: Selection) -> Device:
+    """Open the configured device. Raises ConfigError for an index or option it does not have."""
+    if config.device >= len(selection.devices):
+        names = ", ".join(f"{i}: {info.name}" for i, info in enumerate(selection.devices))
+        raise ConfigError(f"backend {selection.name} has no device {config.device} ({names})")
+    options = dict(config.backend_option)
+    if config.deterministic:
+        options["deterministic"] = "1"
+    try:
+        return selection.backend.open(config.device, options)
+    except ValueError as error:
+        raise ConfigError(f"backend {selection.name}: {error}") from error
+
+
+def build_engine(
+    config: Config,
+    device: Device,
+    model: Model,
+    *,
+    identity: str,
+    eos_ids: frozenset[int],
+    max_adapters: int = 0,
+    max_adapter_rank: int = 16,
+    run_ahead: bool = True,
+) -> tuple[Engine, tuple[str, ...]]:
+    """An engine for a model on a device, and notes for the user. Pools are allocated here."""
+    capabilities = device.capabilities
+    kv_dtype = _kv_dtype(config, capabilities)
+    specs = kv_groups(model.config, _page_size(config, capabilities), kv_dtype)
+    max_length = config.max_length or model.config.max_position
+    pages = _pages(config, device, specs, max_length)
+    notes = []
+    capacity = context_capacity(specs, pages, config.step_tokens)
+    if capacity < max_length:
+        notes.append(
+            f"the context is {capacity:,} tokens, not {max_length:,}: the KV pages hold no more "
+            "(--kv-memory, --kv-pages)"
+        )
+        max_length = capacity
+    kv = KVManager(
+        groups=[
+            GroupSpec(name=spec.name, pages=count, window=spec.window)
+            for spec, count in zip(specs, pages, strict=True)
+        ],
+        page_size=specs[0].page_size,
+        max_sequences=config.max_sequences,
+        max_length=max_length,
+        prefix_cache=config.prefix_cache,
+    )
+    try:
+        executor = ModelExecutor(
+            device=device,
+            model=model,
+            specs=specs,
+            pages=pages,
+            max_sequences=config.max_sequences,
+            max_adapters=max_adapters,
+            max_adapter_rank=max_adapter_rank,
+        )
+    except OutOfMemory as error:
+        raise ConfigError(f"the KV cache does not fit: {error}; lower --kv-memory") from error
+    engine = Engine(
+        executor=executor,
+        kv=kv,
+        eos_ids=eos_ids,
+        step_tokens=config.step_tokens,
+        max_length=max_length,
+        model_identity=identity,
+        kv_dtype=kv_dtype,
+        max_adapters=max_adapters,
+        run_ahead=run_ahead,
+    )
+    return engine, tuple(notes)
+
+
+def _kv_dtype(config: Config, capabilities: Capabilities) -> str:
+    wanted = config.kv_dtype or capabilities.kv_dtypes[0]
+    if wanted not in KV_DTYPES or wanted not in capabilities.kv_dtypes:
+        raise ConfigError(
+            f"--kv-dtype {wanted} is not one of this backend's: {', '.join(capabilities.kv_dtypes)}"
+        )
+    return wanted
+
+
+def _page_size(config: Config, capabilities: Capabilities) -> int:
+    wanted = config.page_size or capabilities.page_sizes[0]
+    if wanted not in capabilities.page_sizes:
+        sizes = ", ".join(map(str, capabilities.page_sizes))
+        raise ConfigError(f"--page-size {wanted} is not one of this backend's: {sizes}")
+    return wanted
+
+
+def _pages(
+    config: Config, device: Device, specs: tuple[KVSpec, ...], max_length: int
+) -> tuple[int, ...]:
+    if config.kv_pages is not None:
+        return (config.kv_pages,) * len(specs)
+    return plan_pages(
+        specs,
+        budget=config.kv_memory or int(device.memory().free * KV_SHARE),
+        max_sequences=config.max_sequences,
+        max_length=max_length,
+        step_tokens=config.step_tokens,
+    )

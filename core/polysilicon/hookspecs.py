@@ -1,0 +1,36 @@
+"""The hooks a plugin implements, and the marker it implements them with.
+
+A plugin is a module (or any object) named by an entry point of the group `polysilicon`. Its hooks
+are called once, when plugins are loaded, and return frozen data; none is called in the step loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from polysilicon.backend import Backend
+    from polysilicon.models.architecture import Architecture
+
+PROJECT = "polysilicon"
+"""The pluggy project name and the entry-point group."""
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec
+def polysilicon_backends() -> Sequence[Backend]:  # type: ignore[empty-body]
+    """The backends that the plugin supplies.
+
+    Names are lower case (`[a-z][a-z0-9_-]*`), not `auto`, and not taken by another plugin. The call
+    must load no vendor library: `Backend.probe` may.
+    """
+
+
+@hookspec
+def polysilicon_architectures() -> Sequence[Architecture]:  # type: ignore[empty-body]
+    """The model architectures that the plugin supplies, beside those of the core."""

@@ -1,0 +1,1 @@
+"""Model definitions, written once against `polysilicon.ops`, and how checkpoints become them."""

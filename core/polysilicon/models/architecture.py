@@ -1,0 +1,68 @@
+"""What a model family tells the loader: its names, how its parameters are read, how it is built."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from polysilicon.backend import Handle
+from polysilicon.models.config import ModelConfig
+from polysilicon.models.fields import Fields
+from polysilicon.models.model import Model
+from polysilicon.weights.checkpoint import Checkpoint
+
+
+class Weights(Protocol):
+    """The checkpoint's tensors, placed on the device by the family's own names for them."""
+
+    def matrix(self, *keys: str) -> Handle:
+        """Place matrices `[N_i, K]`, fused into one product."""
+
+    def vector(self, *keys: str, offset: float = 0.0) -> Handle:
+        """Place vectors `[N_i]`, concatenated, with `offset` added to every element."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TensorNames:
+    """How one kind of checkpoint names a family's modules.
+
+    modules: name in the file by the family's own name, without `.weight` or `.bias`; of a layer's
+    modules the own name is `layers.q` and the file's has `{layer}` in it.
+    """
+
+    modules: Mapping[str, str]
+
+    def of(self, key: str) -> str:
+        """The tensor of a key such as `embedding.weight` or `layers.3.q.bias`."""
+        module, _, kind = key.rpartition(".")
+        if not module.startswith("layers."):
+            return f"{self.modules[module]}.{kind}"
+        _, layer, name = module.split(".")
+        return f"{self.modules[f'layers.{name}'].format(layer=layer)}.{kind}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A model family.
+
+    name: in `ModelConfig.architecture` and in messages.
+    hf_names: of `architectures` in config.json. hf_types: `model_type`, asked only where that is
+    missing. gguf_names: `general.architecture`.
+    read_hf, read_gguf: parameters to a config, for a context of `max_length` tokens (None: as many
+    as the model was trained for). They raise ModelError naming the field.
+    hf_tensors: the spellings that occur; the first whose embedding the file has is taken.
+    shapes: the tensors that a config calls for, by the family's own keys.
+    build: the model, from placed weights.
+    """
+
+    name: str
+    hf_names: tuple[str, ...]
+    hf_types: tuple[str, ...]
+    gguf_names: tuple[str, ...]
+    read_hf: Callable[[Fields, int | None], ModelConfig]
+    read_gguf: Callable[[Fields, Checkpoint, int | None], ModelConfig]
+    hf_tensors: tuple[TensorNames, ...]
+    gguf_tensors: TensorNames
+    shapes: Callable[[ModelConfig], Mapping[str, tuple[int, ...]]]
+    build: Callable[[ModelConfig, Weights], Model]

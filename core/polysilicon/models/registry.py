@@ -1,0 +1,52 @@
+"""The model families that are known, and which one a checkpoint is of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from polysilicon.errors import ModelError
+from polysilicon.models import gemma, llama, mistral, qwen
+from polysilicon.models.architecture import Architecture
+from polysilicon.models.fields import Fields
+from polysilicon.weights.files import shown
+
+
+def architectures(added: Sequence[Architecture] = ()) -> tuple[Architecture, ...]:
+    """All families: `added` ones (of plugins) first, so that they may replace one of ours."""
+    return (
+        *added,
+        *llama.ARCHITECTURES,
+        *mistral.ARCHITECTURES,
+        *qwen.ARCHITECTURES,
+        *gemma.ARCHITECTURES,
+    )
+
+
+def find_hf(fields: Fields, families: Sequence[Architecture]) -> Architecture:
+    """The family of a config.json: by `architectures`, or by `model_type` where that is missing."""
+    names = fields.strings("architectures")
+    if names:
+        found = [family for family in families if names[0] in family.hf_names]
+        name = names[0]
+    else:
+        name = fields.text("model_type")
+        found = [family for family in families if name in family.hf_types]
+    if found:
+        return found[0]
+    raise _unknown(fields, name, [name for family in families for name in family.hf_names])
+
+
+def find_gguf(fields: Fields, families: Sequence[Architecture]) -> Architecture:
+    """The family of GGUF metadata: by `general.architecture`."""
+    name = fields.text("general.architecture")
+    for family in families:
+        if name in family.gguf_names:
+            return family
+    raise _unknown(fields, name, [name for family in families for name in family.gguf_names])
+
+
+def _unknown(fields: Fields, name: str, known: list[str]) -> ModelError:
+    return ModelError(
+        f"{fields.source} is of architecture {shown(name)}, which is not known. Known are "
+        f"{', '.join(sorted(known))}. Choose a model of one of these, or install a plugin for it."
+    )

@@ -1,0 +1,409 @@
+"""Discovery of plugins: each entry point is loaded, registered and checked alone.
+
+A plugin that cannot be used is recorded with the reason and never stops the others. The in-tree
+backends come in through the same entry points as everybody's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib.metadata
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeVar
+
+import pluggy
+
+from polysilicon import hookspecs
+from polysilicon.backend import CONTRACT_VERSION, Backend
+from polysilicon.hookspecs import PROJECT
+from polysilicon.models.architecture import Architecture
+from polysilicon.suggest import nearest
+
+RESTRICTION = "POLYSILICON_PLUGINS"
+"""The environment variable that restricts what loads; see `Restriction`."""
+
+_BACKEND_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+
+T = TypeVar("T")
+
+
+class PluginStatus(enum.StrEnum):
+    """What became of a plugin."""
+
+    LOADED = "loaded"
+    FAILED = "failed"
+    BLOCKED = "blocked"
+    DUPLICATE = "duplicate"
+    INCOMPATIBLE = "incompatible"
+    MISSING = "missing"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PluginRecord:
+    """One entry point: what it is and what became of it.
+
+    name: of the entry point. distribution, version: who installed it, empty when nobody did.
+    reason: why it is not loaded and what mends it, empty when it is. backends: names supplied.
+    """
+
+    name: str
+    distribution: str
+    version: str
+    status: PluginStatus
+    reason: str = ""
+    backends: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plugins:
+    """All plugins found, in the order of loading, and what the loaded ones supply."""
+
+    records: tuple[PluginRecord, ...]
+    backends: tuple[Backend, ...]
+    architectures: tuple[Architecture, ...]
+
+    def record_of(self, backend: str) -> PluginRecord | None:
+        """The record that concerns a backend: of its supplier, else of a plugin of that name."""
+        for record in self.records:
+            if backend in record.backends:
+                return record
+        named = (record for record in self.records if record.name == backend)
+        return next(named, None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restriction:
+    """Which plugins may load, as `POLYSILICON_PLUGINS` says: comma-separated plugin names.
+
+    `-name` blocks a plugin. Plain names, if there are any, are the only third-party plugins that
+    load; an empty value means none of them. In-tree plugins load unless they are blocked.
+    """
+
+    allowed: frozenset[str] | None = None
+    blocked: frozenset[str] = frozenset()
+
+    @classmethod
+    def parse(cls, value: str | None) -> Restriction:
+        """None (the variable is not set) restricts nothing."""
+        if value is None:
+            return cls()
+        names = [name.strip() for name in value.split(",") if name.strip()]
+        plain = frozenset(name for name in names if not name.startswith("-"))
+        minus = frozenset(name[1:].strip() for name in names if name.startswith("-"))
+        return cls(allowed=None if minus and not plain else plain, blocked=minus)
+
+    def reason_against(self, name: str, in_tree: bool) -> str:
+        """Why plugin `name` may not load; empty when it may."""
+        if name in self.blocked:
+            return f"blocked by {RESTRICTION}: take -{name} out of it"
+        if self.allowed is not None and not in_tree and name not in self.allowed:
+            return f"left out by {RESTRICTION}: add {name} to it"
+        return ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Candidate:
+    """An entry point with its distribution. place: where that is installed."""
+
+    name: str
+    distribution: str
+    version: str
+    place: str
+    load: Callable[[], Any]
+
+    @property
+    def in_tree(self) -> bool:
+        return _normalized(self.distribution) == PROJECT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Supply:
+    backends: tuple[Backend, ...]
+    architectures: tuple[Architecture, ...]
+
+
+class _RejectedError(Exception):
+    """A plugin that cannot be used; the message is its record's reason."""
+
+    def __init__(self, status: PluginStatus, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+def load_plugins(blocked: Collection[str] = ()) -> Plugins:
+    """Load every installed plugin that may load. blocked: names that may not (a configuration's).
+
+    Never raises for a plugin's sake, whatever it does; only KeyboardInterrupt passes.
+    """
+    restriction = Restriction.parse(os.environ.get(RESTRICTION))
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(hookspecs)
+    records: list[PluginRecord] = []
+    backends: dict[str, tuple[Backend, _Candidate]] = {}
+    architectures: list[Architecture] = []
+    loaded: dict[str, _Candidate] = {}
+    for candidate in _candidates():
+        status, reason = PluginStatus.LOADED, ""
+        names: tuple[str, ...] = ()
+        try:
+            _check_admitted(candidate, loaded, restriction, blocked)
+            supply = _load(manager, candidate, backends)
+        except _RejectedError as rejected:
+            status, reason = rejected.status, str(rejected)
+        else:
+            loaded[candidate.name] = candidate
+            names = tuple(backend.name for backend in supply.backends)
+            backends.update((backend.name, (backend, candidate)) for backend in supply.backends)
+            architectures.extend(supply.architectures)
+        records.append(
+            PluginRecord(
+                name=candidate.name,
+                distribution=candidate.distribution,
+                version=candidate.version,
+                status=status,
+                reason=reason,
+                backends=names,
+            )
+        )
+    records.extend(_missing(restriction, {record.name for record in records}))
+    return Plugins(
+        records=tuple(records),
+        backends=tuple(backend for backend, _ in backends.values()),
+        architectures=tuple(architectures),
+    )
+
+
+def describe_exception(error: BaseException) -> str:
+    """An exception as one line of bounded length."""
+    text = " ".join(str(error).split())
+    text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."
+
+
+def _candidates() -> Iterator[_Candidate]:
+    """Every entry point of the group: in-tree first, then by name and distribution.
+
+    `importlib.metadata.entry_points` keeps the first of two distributions with one name and says
+    nothing, so distributions are walked here, in the order of the search path.
+    """
+    found: dict[tuple[str, ...], _Candidate] = {}
+    for distribution in importlib.metadata.distributions():
+        for entry in distribution.entry_points:
+            if entry.group != PROJECT:
+                continue
+            place = os.path.realpath(str(distribution.locate_file("")))
+            name = distribution.metadata["Name"] or ""
+            key = (entry.name, _normalized(name), distribution.version, place)
+            # The same folder may stand on the search path twice.
+            found.setdefault(
+                key,
+                _Candidate(
+                    name=entry.name,
+                    distribution=name,
+                    version=distribution.version,
+                    place=place,
+                    load=entry.load,
+                ),
+            )
+    # The sort is stable: of one distribution installed twice, the one that Python imports is first.
+    order = sorted(
+        found.values(), key=lambda c: (not c.in_tree, c.name, _normalized(c.distribution))
+    )
+    yield from order
+
+
+def _normalized(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def _check_admitted(
+    candidate: _Candidate,
+    loaded: dict[str, _Candidate],
+    restriction: Restriction,
+    blocked: Collection[str],
+) -> None:
+    if candidate.name in blocked:
+        raise _RejectedError(PluginStatus.BLOCKED, "blocked by the configuration (block_plugins)")
+    reason = restriction.reason_against(candidate.name, candidate.in_tree)
+    if reason:
+        raise _RejectedError(PluginStatus.BLOCKED, reason)
+    other = loaded.get(candidate.name)
+    if other is None:
+        return
+    if _normalized(other.distribution) == _normalized(candidate.distribution):
+        raise _RejectedError(
+            PluginStatus.DUPLICATE,
+            f"{candidate.distribution} is installed twice: {other.version} in {other.place}, which "
+            f"is used, and {candidate.version} in {candidate.place}: uninstall one of them",
+        )
+    raise _RejectedError(
+        PluginStatus.DUPLICATE,
+        f"{other.distribution} {other.version} has a plugin of the same name, which is used: "
+        f"uninstall {other.distribution} or {candidate.distribution}",
+    )
+
+
+def _load(
+    manager: pluggy.PluginManager,
+    candidate: _Candidate,
+    taken: dict[str, tuple[Backend, _Candidate]],
+) -> _Supply:
+    """Import, register and check one plugin, and call its hooks."""
+    plugin = _guarded("cannot be imported", candidate.load)
+    if plugin is None:
+        raise _RejectedError(PluginStatus.FAILED, "its entry point names None, not a module")
+    if manager.is_registered(plugin):
+        other = manager.get_name(plugin)
+        raise _RejectedError(PluginStatus.DUPLICATE, f"is the same module as plugin {other!r}")
+    _guarded("is refused by pluggy", lambda: manager.register(plugin, candidate.name))
+    try:
+        _check_hooks(manager, plugin)
+        supply = _Supply(
+            backends=_collect(manager, plugin, "polysilicon_backends", _check_backend),
+            architectures=_collect(
+                manager, plugin, "polysilicon_architectures", _check_architecture
+            ),
+        )
+        _check_names(supply.backends, taken)
+    except _RejectedError:
+        manager.unregister(plugin)
+        raise
+    return supply
+
+
+def _guarded(what: str, call: Callable[[], T]) -> T:
+    """Run a plugin's code; whatever it raises, sys.exit() included, becomes a `_RejectedError`."""
+    try:
+        return call()
+    except (KeyboardInterrupt, _RejectedError):
+        raise
+    except BaseException as error:
+        raise _RejectedError(PluginStatus.FAILED, f"{what}: {describe_exception(error)}") from error
+
+
+def _check_hooks(manager: pluggy.PluginManager, plugin: object) -> None:
+    known = {name for name in vars(hookspecs) if name.startswith("polysilicon_")}
+    callers = manager.get_hookcallers(plugin) or []
+    for caller in callers:
+        if not caller.has_spec():
+            raise _RejectedError(
+                PluginStatus.FAILED,
+                f"implements an unknown hook {caller.name!r}{nearest(caller.name, known)}",
+            )
+    if not callers:
+        raise _RejectedError(
+            PluginStatus.FAILED,
+            f"implements no hook: mark one of {', '.join(sorted(known))} with "
+            "polysilicon.hookspecs.hookimpl",
+        )
+
+
+def _collect(
+    manager: pluggy.PluginManager,
+    plugin: object,
+    hook: str,
+    check: Callable[[object], T],
+) -> tuple[T, ...]:
+    """What one plugin returns from one hook, every item checked."""
+    others = [other for other in manager.get_plugins() if other is not plugin]
+
+    def call() -> tuple[T, ...]:
+        items: list[T] = []
+        for result in manager.subset_hook_caller(hook, others)():
+            if not isinstance(result, Sequence) or isinstance(result, (str, bytes)):
+                raise _RejectedError(
+                    PluginStatus.FAILED,
+                    f"{hook} returned {type(result).__name__}, not a list or tuple",
+                )
+            items.extend(check(item) for item in result)
+        return tuple(items)
+
+    return _guarded(f"{hook} failed", call)
+
+
+def _check_backend(item: object) -> Backend:
+    if isinstance(item, type) or not isinstance(item, Backend):
+        raise _RejectedError(
+            PluginStatus.FAILED,
+            f"polysilicon_backends returned {_kind(item)}, which is not an object with name, "
+            "contract, priority, probe() and open()",
+        )
+    name, contract = item.name, item.contract
+    if not isinstance(name, str) or not _BACKEND_NAME.fullmatch(name) or name == "auto":
+        raise _RejectedError(
+            PluginStatus.FAILED,
+            f"backend name {name!r} is not valid: lower-case letters, digits, - and _, "
+            "at most 32, and not 'auto'",
+        )
+    if not isinstance(item.priority, int):
+        raise _RejectedError(PluginStatus.FAILED, f"the priority of backend {name!r} is not an int")
+    if not (
+        isinstance(contract, tuple)
+        and len(contract) == 2
+        and all(type(part) is int for part in contract)
+    ):
+        raise _RejectedError(
+            PluginStatus.FAILED,
+            f"the contract of backend {name!r} is {contract!r}, not (major, minor)",
+        )
+    _check_contract(name, contract)
+    return item
+
+
+def _check_contract(name: str, contract: tuple[int, int]) -> None:
+    major, minor = CONTRACT_VERSION
+    if contract[0] == major and contract[1] <= minor:
+        return
+    mend = (
+        "upgrade polysilicon (pip install -U polysilicon)"
+        if contract > CONTRACT_VERSION
+        else "upgrade the plugin, or install an older polysilicon"
+    )
+    raise _RejectedError(
+        PluginStatus.INCOMPATIBLE,
+        f"backend {name!r} is built for contract {contract[0]}.{contract[1]}, "
+        f"this polysilicon has {major}.{minor}: {mend}",
+    )
+
+
+def _check_architecture(item: object) -> Architecture:
+    if not isinstance(item, Architecture):
+        raise _RejectedError(
+            PluginStatus.FAILED,
+            f"polysilicon_architectures returned {_kind(item)}, not an Architecture",
+        )
+    return item
+
+
+def _kind(item: object) -> str:
+    return f"the class {item.__name__}" if isinstance(item, type) else f"a {type(item).__name__}"
+
+
+def _check_names(backends: Sequence[Backend], taken: dict[str, tuple[Backend, _Candidate]]) -> None:
+    names: set[str] = set()
+    for backend in backends:
+        if backend.name in names:
+            raise _RejectedError(PluginStatus.DUPLICATE, f"supplies backend {backend.name!r} twice")
+        names.add(backend.name)
+        if backend.name in taken:
+            other = taken[backend.name][1]
+            raise _RejectedError(
+                PluginStatus.DUPLICATE,
+                f"backend {backend.name!r} is supplied by plugin {other.name!r} of "
+                f"{other.distribution} {other.version}, which is used: uninstall one of them",
+            )
+
+
+def _missing(restriction: Restriction, found: set[str]) -> Iterator[PluginRecord]:
+    """Names that the restriction allows but nobody installed."""
+    for name in sorted((restriction.allowed or frozenset()) - found):
+        yield PluginRecord(
+            name=name,
+            distribution="",
+            version="",
+            status=PluginStatus.MISSING,
+            reason=f"named in {RESTRICTION} but not installed{nearest(name, found)}",
+        )

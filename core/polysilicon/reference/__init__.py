@@ -1,0 +1,1 @@
+"""The numpy device: slow, obvious, and the oracle of the conformance kit."""

@@ -1,0 +1,230 @@
+"""KV pages and adapter slots in host memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from polysilicon.backend import (
+    KV_DTYPES,
+    AdapterPool,
+    AdapterSpec,
+    AdapterWeights,
+    DeviceError,
+    KVPool,
+    KVSpec,
+)
+
+Array = npt.NDArray[Any]
+Float32 = npt.NDArray[np.float32]
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Completed(Generic[Result]):
+    """A pending result that is there already."""
+
+    value: Result
+
+    def result(self) -> Result:
+        return self.value
+
+
+def check_indexes(what: str, indexes: Array, limit: int) -> None:
+    """Refuse indexes that numpy would count from the end, or fail on without naming them."""
+    if indexes.size and (indexes.min() < 0 or indexes.max() >= limit):
+        raise DeviceError(
+            f"{what} must lie in 0..{limit - 1}, got {indexes.min()}..{indexes.max()}"
+        )
+
+
+class ReferenceKVPool(KVPool):
+    """Planes are arrays `[layers, pages * page_size, heads, dim]` in their own dtype."""
+
+    def __init__(self, spec: KVSpec, pages: int) -> None:
+        self.spec = spec
+        self.pages = pages
+        self.slots = pages * spec.page_size
+        self._closed = False
+        self._layer_index = {layer: index for index, layer in enumerate(spec.layers)}
+        self._planes = {
+            plane.name: np.zeros(
+                (len(spec.layers), self.slots, plane.heads, plane.dim), KV_DTYPES[plane.dtype]
+            )
+            for plane in spec.planes
+        }
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self._planes.values())
+
+    def plane(self, name: str, layer: int) -> Array:
+        """The plane of one layer, `[slots, heads, dim]`, to read from and write into."""
+        self._check_open()
+        layers = self._planes[name]
+        array: Array = layers[self._layer_index[layer]]
+        return array
+
+    def store(
+        self, layer: int, slots: npt.NDArray[np.int32], keys: Float32, values: Float32
+    ) -> None:
+        """Write the K and V `[T, heads, dim]` of one layer at slots `[T]`, rounded to the dtype."""
+        check_indexes("slots", slots, self.slots)
+        self.plane("k", layer)[slots] = keys
+        self.plane("v", layer)[slots] = values
+
+    def copy(self, source: npt.NDArray[np.int32], target: npt.NDArray[np.int32]) -> None:
+        self._check_open()
+        check_indexes("slots", source, self.slots)
+        check_indexes("slots", target, self.slots)
+        for array in self._planes.values():
+            array[:, target] = array[:, source]
+
+    def read(self, pages: Sequence[int], into: npt.NDArray[np.uint8]) -> Completed[None]:
+        header = np.frombuffer(self.spec.block_header(), np.uint8)
+        blocks = self._blocks_of(pages, into)
+        blocks[..., : header.size] = header
+        index = self._page_index(pages)
+        position = header.size
+        for layer, plane, size in self._block_parts():
+            planes = self._paged(plane)[layer, index]
+            # [page, block, slot, head, dim] to [page, block, head, slot, dim]
+            data = np.ascontiguousarray(planes.swapaxes(2, 3)).view(np.uint8)
+            blocks[..., position : position + size] = data.reshape(*blocks.shape[:2], size)
+            position += size
+        return Completed(None)
+
+    def write(self, pages: Sequence[int], data: npt.NDArray[np.uint8]) -> Completed[None]:
+        header = np.frombuffer(self.spec.block_header(), np.uint8)
+        blocks = self._blocks_of(pages, data)
+        if not np.array_equal(
+            blocks[..., : header.size], np.broadcast_to(header, (*blocks.shape[:2], header.size))
+        ):
+            raise ValueError(
+                f"these KV blocks are not of group {self.spec.name!r}: their headers differ in "
+                "version, layers, planes or dtypes; use blocks of the same model and KV dtype"
+            )
+        index = self._page_index(pages)
+        position = header.size
+        for layer, plane, size in self._block_parts():
+            target = self._paged(plane)
+            _, _, count, block, heads, dim = target.shape
+            part = np.ascontiguousarray(blocks[..., position : position + size])
+            values = part.view(target.dtype).reshape(len(index), count, heads, block, dim)
+            target[layer, index] = values.swapaxes(2, 3)
+            position += size
+        return Completed(None)
+
+    def close(self) -> None:
+        self._closed = True
+        self._planes = {}
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DeviceError(f"KV pool {self.spec.name!r} is closed")
+
+    def _blocks_of(
+        self, pages: Sequence[int], data: npt.NDArray[np.uint8]
+    ) -> npt.NDArray[np.uint8]:
+        self._check_open()
+        spec = self.spec
+        shape = (len(pages), spec.page_size // spec.block, spec.block_bytes)
+        if data.shape != shape or data.dtype != np.uint8:
+            raise ValueError(f"canonical pages are uint8 {shape}, got {data.dtype} {data.shape}")
+        return data
+
+    def _page_index(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
+        index = np.asarray(pages, np.int64)
+        check_indexes("pages", index, self.pages)
+        return index
+
+    def _paged(self, plane: str) -> Array:
+        """A view `[layers, pages, blocks, block, heads, dim]`."""
+        array, spec = self._planes[plane], self.spec
+        layers, _, heads, dim = array.shape
+        return array.reshape(
+            layers, self.pages, spec.page_size // spec.block, spec.block, heads, dim
+        )
+
+    def _block_parts(self) -> list[tuple[int, str, int]]:
+        """(layer, plane, bytes) of a canonical block's parts, in their order."""
+        return [
+            (layer, plane.name, plane.heads * self.spec.block * plane.dim * itemsize)
+            for layer in range(len(self.spec.layers))
+            for plane in self.spec.planes
+            for itemsize in [KV_DTYPES[plane.dtype].itemsize]
+        ]
+
+
+class ReferenceAdapterPool(AdapterPool):
+    """Adapters as they were given, by slot, target and part."""
+
+    def __init__(self, spec: AdapterSpec, slots: int) -> None:
+        self.spec = spec
+        self.slots = slots
+        self._closed = False
+        self._adapters: dict[int, dict[str, list[tuple[Float32, Float32] | None]]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(
+            part[0].nbytes + part[1].nbytes
+            for adapter in self._adapters.values()
+            for parts in adapter.values()
+            for part in parts
+            if part is not None
+        )
+
+    def parts(self, slot: int, target: str) -> Sequence[tuple[Float32, Float32] | None]:
+        """(A, B) for each part of a target, empty where the slot's adapter leaves it unchanged."""
+        self._check_open()
+        if target not in self.spec.targets:
+            raise ValueError(f"the adapter pool has no target {target!r}")
+        return self._adapters.get(slot, {}).get(target, ())
+
+    def write(self, slot: int, weights: AdapterWeights) -> None:
+        self._check_slot(slot)
+        adapter: dict[str, list[tuple[Float32, Float32] | None]] = {}
+        for name, parts in weights.items():
+            target = self.spec.targets.get(name)
+            if target is None or len(parts) != len(target.outputs):
+                raise ValueError(f"adapter target {name!r} is not one of the pool's")
+            adapter[name] = []
+            for part, outputs in zip(parts, target.outputs, strict=True):
+                if part is None:
+                    adapter[name].append(None)
+                    continue
+                down, up = (np.array(matrix, np.float32) for matrix in part)
+                rank = down.shape[0]
+                if down.shape != (rank, target.inputs) or up.shape != (outputs, rank):
+                    raise ValueError(
+                        f"adapter target {name!r} takes A [r, {target.inputs}] and "
+                        f"B [{outputs}, r], got {down.shape} and {up.shape}"
+                    )
+                if rank > self.spec.max_rank:
+                    raise ValueError(
+                        f"adapter rank {rank} is above the pool's largest, {self.spec.max_rank}"
+                    )
+                adapter[name].append((down, up))
+        self._adapters[slot] = adapter
+
+    def clear(self, slot: int) -> None:
+        self._check_slot(slot)
+        self._adapters.pop(slot, None)
+
+    def close(self) -> None:
+        self._closed = True
+        self._adapters = {}
+
+    def _check_slot(self, slot: int) -> None:
+        self._check_open()
+        if not 0 < slot < self.slots:
+            raise ValueError(f"adapter slots are 1..{self.slots - 1}, got {slot}")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise DeviceError("the adapter pool is closed")

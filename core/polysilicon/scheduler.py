@@ -1,0 +1,400 @@
+"""Continuous batching: which sequences get how many tokens in the next step.
+
+One rule covers chunked prefill, prefix hits and decode: a step gives a sequence tokens so that its
+`num_computed` catches up with its `length`. Decodes come first, then prefill chunks and admissions,
+all under one token budget. The scheduler is deterministic, knows no clock (arrival times are given)
+and no device: `schedule` proposes a step, `submitted` says that it is on its way, `complete` brings its
+tokens. Step n + 1 may be scheduled before step n completes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import heapq
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from polysilicon.errors import RequestError
+from polysilicon.kv.manager import KVManager, SequenceKV, SlotCopy
+from polysilicon.request import FinishReason
+
+Int32 = npt.NDArray[np.int32]
+
+
+class EndRule(Protocol):
+    """What the scheduler asks about a sequence's tokens."""
+
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether the host must know the last token before the next one can be sampled."""
+
+    def ends(self, token: int, num_output: int) -> bool:
+        """Whether this token, with `num_output` tokens before it, ends the sequence."""
+
+
+class Sequence:
+    """One choice of a request: its tokens, and how far they are computed.
+
+    Positions below `num_tokens` hold known tokens; `num_in_flight` more were sampled by submitted
+    steps whose results have not come back. `num_computed` counts tokens whose KV is computed or
+    submitted.
+    """
+
+    __slots__ = (
+        "_tokens",
+        "adapter_slot",
+        "end_rule",
+        "finish_reason",
+        "kv",
+        "leader",
+        "max_tokens",
+        "num_cached",
+        "num_computed",
+        "num_in_flight",
+        "num_preemptions",
+        "num_prompt",
+        "num_scored",
+        "num_tokens",
+        "order",
+        "pending_copies",
+        "root",
+        "scores_prompt",
+    )
+
+    def __init__(
+        self,
+        prompt: Iterable[int],
+        *,
+        order: tuple[float, int],
+        max_tokens: int,
+        end_rule: EndRule,
+        root: bytes = b"",
+        adapter_slot: int = 0,
+        scores_prompt: bool = False,
+        leader: Sequence | None = None,
+    ) -> None:
+        self._tokens: Int32 = np.fromiter(prompt, np.int32)
+        self.num_prompt = self.num_tokens = len(self._tokens)
+        self.num_computed = 0
+        self.num_in_flight = 0
+        self.num_cached = 0
+        self.num_preemptions = 0
+        self.num_scored = 0
+        self.order = order
+        self.max_tokens = max_tokens
+        self.end_rule = end_rule
+        self.root = root
+        self.adapter_slot = adapter_slot
+        self.scores_prompt = scores_prompt
+        self.leader = leader
+        self.kv: SequenceKV | None = None
+        self.pending_copies: tuple[SlotCopy, ...] = ()
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def tokens(self) -> Int32:
+        """Known tokens, int32 `[num_tokens]`, a view."""
+        return self._tokens[: self.num_tokens]
+
+    @property
+    def length(self) -> int:
+        """Known tokens and those in flight."""
+        return self.num_tokens + self.num_in_flight
+
+    @property
+    def num_output(self) -> int:
+        """Tokens generated, those in flight included."""
+        return self.length - self.num_prompt
+
+    def append(self, token: int) -> None:
+        if self.num_tokens == len(self._tokens):
+            grown = np.empty(2 * self.num_tokens + 16, np.int32)
+            grown[: self.num_tokens] = self._tokens
+            self._tokens = grown
+        self._tokens[self.num_tokens] = token
+        self.num_tokens += 1
+
+    def known_computed(self) -> int:
+        """Tokens that are both known and computed: what may enter the prefix cache."""
+        return min(self.num_tokens, self.num_computed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Scheduled:
+    """A sequence's share of a step: tokens `[start, start + count)`; `samples` when they reach its
+    end, so that the step draws its next token."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A proposed step. copies: KV slots to copy before it runs."""
+
+    scheduled: tuple[Scheduled, ...]
+    copies: tuple[SlotCopy, ...]
+    num_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Policy:
+    """The order of the queue. A request of priority p comes as if it had arrived `p * patience`
+    seconds later: a smaller priority goes first, and nobody waits for ever."""
+
+    patience: float = 60.0
+
+    def order(self, *, arrival: float, priority: int, serial: int) -> tuple[float, int]:
+        return (arrival + priority * self.patience, serial)
+
+
+@dataclasses.dataclass
+class StepBudget:
+    """Tokens that one step may compute. Decodes are never held back, and at least one prefill token
+    runs beside them: a running stream goes on, and a waiting prompt comes nearer, in every step."""
+
+    limit: int
+    left: int = 0
+
+    def start(self, decodes: int) -> None:
+        self.left = max(self.limit - decodes, 1)
+
+
+PROMPT_SCORE_ROWS = 128
+"""Most prompt tokens of one sequence whose log-probabilities one step computes: each is a row of
+logits as wide as the vocabulary."""
+
+
+class Scheduler:
+    """See the module. Sequences wait in `waiting`, ordered; hold KV in `running`, ordered."""
+
+    def __init__(self, *, kv: KVManager, step_tokens: int, max_length: int) -> None:
+        self.kv = kv
+        self.budget = StepBudget(step_tokens)
+        self.max_length = max_length
+        self.waiting: list[tuple[tuple[float, int], Sequence]] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a new sequence. Raises RequestError when its prompt can never be served."""
+        if sequence.num_prompt >= self.max_length + (sequence.max_tokens == 0):
+            raise RequestError(
+                f"the prompt has {sequence.num_prompt} tokens, and with its output it must fit into "
+                f"the context of {self.max_length}: shorten it or raise --max-length or --kv-memory"
+            )
+        heapq.heappush(self.waiting, (sequence.order, sequence))
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence now, wherever it is; its pages are freed."""
+        self.finish(sequence, FinishReason.CANCELLED)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.finish_reason is not None:
+            return
+        sequence.finish_reason = reason
+        if sequence.kv is not None:
+            self._release(sequence)
+        else:
+            self.waiting = [item for item in self.waiting if item[1] is not sequence]
+            heapq.heapify(self.waiting)
+
+    def schedule(self) -> Step | None:
+        """The next step, or None when nothing can run before a step in flight completes."""
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for sequence in self.running:
+            (decodes if self._is_decode(sequence) else prefills).append(sequence)
+        self.budget.start(len(decodes))
+        scheduled: dict[Sequence, Scheduled] = {}
+        preempted = False
+        for sequence in (*decodes, *prefills):
+            if sequence.kv is None or not self._may_run(sequence):
+                continue
+            count = 1 if self._is_decode(sequence) else self._chunk(sequence)
+            if not count:
+                continue
+            fitting = self._grow(sequence, count)
+            if not fitting and not preempted and not self._reclaiming():
+                # Who comes last in order gives way; when that is this sequence, it waits.
+                victim = next(other for other in reversed(self.running) if other not in scheduled)
+                if victim is not sequence:
+                    self._preempt(victim)
+                    preempted = True
+                    fitting = self._grow(sequence, count)
+            if fitting:
+                scheduled[sequence] = self._take(sequence, fitting)
+        if not preempted:
+            self._admit(scheduled)
+        if not scheduled:
+            return None
+        shares = tuple(scheduled.values())
+        return Step(
+            scheduled=shares,
+            copies=tuple(copy for share in shares for copy in share.sequence.pending_copies),
+            num_tokens=sum(share.count for share in shares),
+        )
+
+    def retract(self, step: Step) -> bool:
+        """The device had no memory for the step: make the next one smaller. False when this was the
+        smallest there is."""
+        smallest = len(step.scheduled) == 1 and step.num_tokens == 1
+        self.budget.limit = max(1, step.num_tokens // 2)
+        for share in step.scheduled:
+            if share.sequence.pending_copies:
+                self._preempt(share.sequence)
+        if self.budget.limit <= len(self.running) and len(self.running) > 1:
+            self._preempt(self.running[-1])
+        return not smallest
+
+    def submitted(self, step: Step) -> int:
+        """The step was submitted: advance its sequences. Returns the fence for `complete`."""
+        fence = self.kv.step_submitted()
+        for share in step.scheduled:
+            sequence = share.sequence
+            sequence.pending_copies = ()
+            sequence.num_computed = share.start + share.count
+            if share.samples:
+                sequence.num_in_flight += 1
+            assert sequence.kv is not None
+            self.kv.commit(sequence.kv, sequence.tokens, sequence.known_computed())
+        return fence
+
+    def complete(self, step: Step, fence: int, tokens: Int32) -> list[tuple[Sequence, int | None]]:
+        """The step ended. tokens: int32, one for each share that samples, in order. Returns the
+        sequences that got one, and those that wanted none (None); those that ended have their
+        `finish_reason` set."""
+        self.kv.step_ended(fence)
+        news: list[tuple[Sequence, int | None]] = []
+        row = 0
+        for share in step.scheduled:
+            if not share.samples:
+                continue
+            sequence, token = share.sequence, int(tokens[row])
+            row += 1
+            if sequence.finish_reason is not None:
+                continue
+            sequence.num_in_flight -= 1
+            if sequence.max_tokens == 0:
+                self.finish(sequence, FinishReason.LENGTH)
+                news.append((sequence, None))
+                continue
+            known_output = sequence.num_tokens - sequence.num_prompt
+            ends = sequence.end_rule.ends(token, known_output)
+            sequence.append(token)
+            news.append((sequence, token))
+            if ends:
+                self.finish(sequence, FinishReason.STOP)
+            elif self._is_full(sequence, sequence.num_tokens):
+                self.finish(sequence, FinishReason.LENGTH)
+        return news
+
+    def _is_full(self, sequence: Sequence, length: int) -> bool:
+        """Whether a sequence of `length` tokens has all that it may have."""
+        return (
+            length - sequence.num_prompt >= sequence.max_tokens or length >= self.max_length
+        )
+
+    @staticmethod
+    def _is_decode(sequence: Sequence) -> bool:
+        return sequence.length - sequence.num_computed == 1 and sequence.num_output > 0
+
+    def _may_run(self, sequence: Sequence) -> bool:
+        if not sequence.num_in_flight:
+            return True
+        return not (sequence.end_rule.needs_last_token or self._is_full(sequence, sequence.length))
+
+    def _chunk(self, sequence: Sequence) -> int:
+        """Tokens that a prefill may have in this step."""
+        count = min(sequence.length - sequence.num_computed, self.budget.left)
+        if sequence.scores_prompt and sequence.num_computed < sequence.num_prompt:
+            count = min(count, PROMPT_SCORE_ROWS)
+        return count
+
+    def _grow(self, sequence: Sequence, count: int) -> int:
+        """Get pages for up to `count` more tokens; how many there is room for, down to 0."""
+        assert sequence.kv is not None
+        while count and not self.kv.grow(sequence.kv, sequence.num_computed + count):
+            count //= 2
+        return count
+
+    def _take(self, sequence: Sequence, count: int) -> Scheduled:
+        if not self._is_decode(sequence):
+            self.budget.left -= count
+        start = sequence.num_computed
+        return Scheduled(
+            sequence=sequence, start=start, count=count, samples=start + count == sequence.length
+        )
+
+    def _admit(self, scheduled: dict[Sequence, Scheduled]) -> None:
+        while self.waiting and self.budget.left:
+            sequence = self.waiting[0][1]
+            if sequence.num_in_flight or self._waits_for_leader(sequence):
+                return
+            if self.running and self._available() <= len(self.running):
+                return
+            kv = self.kv.open(sequence.tokens, sequence.root, reuse=not sequence.scores_prompt)
+            if kv is None:
+                return
+            heapq.heappop(self.waiting)
+            sequence.kv = kv
+            sequence.num_computed = kv.num_cached_tokens
+            sequence.num_cached = min(kv.num_cached_tokens, sequence.num_prompt)
+            sequence.pending_copies = tuple(kv.copies)
+            bisect.insort(self.running, sequence, key=_order)
+            count = self._grow(sequence, self._chunk(sequence))
+            if not count:
+                self._preempt(sequence)
+                return
+            scheduled[sequence] = self._take(sequence, count)
+
+    @staticmethod
+    def _waits_for_leader(sequence: Sequence) -> bool:
+        """The other choices of a request wait until the first has computed the prompt they share."""
+        leader = sequence.leader
+        return (
+            leader is not None
+            and leader.finish_reason is None
+            and leader.num_computed < leader.num_prompt
+        )
+
+    def _reclaiming(self) -> bool:
+        """Whether pages that were freed will be there once a step in flight has ended."""
+        return any(usage.limbo for usage in self.kv.usage())
+
+    def _available(self) -> int:
+        """Pages that could be had at once, in the group that has fewest."""
+        return min(usage.free + usage.cached for usage in self.kv.usage())
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take a sequence's pages; it keeps its place in the queue and what stays cached."""
+        self._release(sequence)
+        sequence.num_preemptions += 1
+        self.num_preemptions += 1
+        heapq.heappush(self.waiting, (sequence.order, sequence))
+
+    def _release(self, sequence: Sequence) -> None:
+        assert sequence.kv is not None
+        self.running.remove(sequence)
+        computed = sequence.known_computed()
+        if sequence.pending_copies:
+            # What was to be copied into the last, partly reused page never was.
+            computed -= computed % self.kv.page_size
+        self.kv.close(sequence.kv, sequence.tokens, computed)
+        sequence.kv = None
+        sequence.num_computed = 0
+        sequence.pending_copies = ()
+
+
+def _order(sequence: Sequence) -> tuple[float, int]:
+    return sequence.order

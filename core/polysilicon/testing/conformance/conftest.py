@@ -1,0 +1,115 @@
+"""Fixtures of the kit: the backend under test, its device, and random inputs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import secrets
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from polysilicon.backend import Backend, Device, Unavailable
+from polysilicon.plugins import load_plugins
+from polysilicon.testing.kit import Kit
+
+_SEED = pytest.StashKey[int]()
+_NO_BACKEND = (
+    "the conformance kit judges a backend: name it with --polysilicon-backend NAME, or in the "
+    "setting polysilicon_backends"
+)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "backend_name" in metafunc.fixturenames:
+        config = metafunc.config
+        names = config.getoption("polysilicon_backend") or config.getini("polysilicon_backends")
+        metafunc.parametrize("backend_name", names or ["no-backend"], scope="session")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what is expected to fail, in `PATTERN: REASON` lines; strictly."""
+    folder = Path(__file__).parent
+    for line in config.getini("polysilicon_xfail"):
+        pattern, separator, reason = line.partition(": ")
+        if not separator or not reason.strip():
+            raise pytest.UsageError(
+                f"polysilicon_xfail takes lines of the form `PATTERN: REASON`, got {line!r}"
+            )
+        matches = re.compile(re.escape(pattern.strip()).replace(r"\*", ".*")).fullmatch
+        for item in items:
+            if item.path.parent == folder and matches(f"{item.path.name}::{item.name}"):
+                item.add_marker(pytest.mark.xfail(reason=reason.strip(), strict=True))
+
+
+@pytest.fixture(scope="session")
+def backend(backend_name: str) -> Backend:
+    """The backend under test, from an installed plugin or from a module."""
+    if backend_name == "no-backend":
+        pytest.fail(_NO_BACKEND, pytrace=False)
+    if "." in backend_name:
+        found: Backend
+        [found] = importlib.import_module(backend_name).polysilicon_backends()
+        return found
+    plugins = load_plugins()
+    for candidate in plugins.backends:
+        if candidate.name == backend_name:
+            return candidate
+    record = plugins.record_of(backend_name)
+    known = ", ".join(candidate.name for candidate in plugins.backends)
+    why = f"{record.status.value}: {record.reason}" if record else f"there are {known}"
+    pytest.fail(f"no backend is called {backend_name!r} ({why})", pytrace=False)
+
+
+@pytest.fixture(scope="session")
+def open_device(
+    backend: Backend, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Device]]:
+    """Opens the device under test, with options beside those of the command line; closes what it
+    opened at the end."""
+    index: int = request.config.getoption("polysilicon_device")
+    given = dict(
+        option.split("=", 1) for option in request.config.getoption("polysilicon_option")
+    )
+    opened: list[Device] = []
+
+    def open_device(options: Mapping[str, str] | None = None) -> Device:
+        found = backend.probe()
+        if isinstance(found, Unavailable):
+            pytest.fail(f"backend {backend.name!r} cannot run here: {found.reason}", pytrace=False)
+        if not 0 <= index < len(found):
+            pytest.fail(f"backend {backend.name!r} has {len(found)} devices", pytrace=False)
+        device = backend.open(index, given | dict(options or {}))
+        opened.append(device)
+        return device
+
+    yield open_device
+    for device in opened:
+        device.close()
+
+
+@pytest.fixture(scope="session")
+def device(open_device: Callable[..., Device]) -> Device:
+    """The device under test, one for the whole run."""
+    return open_device()
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random inputs of one test: fresh in every run, the same for a seed whatever else is run."""
+    config = request.config
+    given: int | None = config.getoption("polysilicon_seed")
+    if given is not None:
+        seed = given
+    else:
+        seed = config.stash.setdefault(_SEED, secrets.randbits(31))
+    print(f"inputs: --polysilicon-seed {seed}")
+    return np.random.default_rng([seed, zlib.crc32(request.node.name.encode())])
+
+
+@pytest.fixture
+def kit(device: Device, rng: np.random.Generator) -> Kit:
+    return Kit(device, rng)

@@ -1,0 +1,95 @@
+"""Float64 oracles of the ops, written from the formulas and not from the reference device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from polysilicon.backend import Rope
+
+Float64 = npt.NDArray[np.float64]
+
+
+def rms_norm(x: Float64, weight: Float64, eps: float) -> Float64:
+    mean_square = (x**2).sum(axis=-1, keepdims=True) / x.shape[-1]
+    return x * (mean_square + eps) ** -0.5 * weight
+
+
+def layer_norm(x: Float64, weight: Float64, bias: Float64 | None, eps: float) -> Float64:
+    variance = x.var(axis=-1, keepdims=True)
+    normal = (x - x.mean(axis=-1, keepdims=True)) * (variance + eps) ** -0.5 * weight
+    return normal if bias is None else normal + bias
+
+
+def rotate(x: Float64, positions: Sequence[int] | npt.NDArray[Any], rope: Rope) -> Float64:
+    """Rope over `[T, heads, Dh]`: each pair as a complex number, turned by e^(i t)."""
+    result = x.copy()
+    for pair, frequency in enumerate(rope.frequencies):
+        if rope.interleaved:
+            a, b = 2 * pair, 2 * pair + 1
+        else:
+            a, b = pair, pair + rope.dim // 2
+        angle = np.asarray(positions, np.float64) * frequency
+        turned = (x[..., a] + 1j * x[..., b]) * np.exp(1j * angle)[:, None] * rope.scale
+        result[..., a], result[..., b] = turned.real, turned.imag
+    return result
+
+
+def sigmoid(x: Float64) -> Float64:
+    return 0.5 * (1 + np.tanh(x / 2))
+
+
+def gated_act(gate: Float64, up: Float64, kind: str) -> Float64:
+    if kind == "silu":
+        return gate * sigmoid(gate) * up
+    if kind == "gelu":
+        normal_cdf = np.vectorize(lambda z: 0.5 * math.erfc(-z / math.sqrt(2)), otypes=[float])
+        return np.asarray(gate * normal_cdf(gate) * up)
+    if kind == "gelu_tanh":
+        inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+        return 0.5 * gate * (1 + np.tanh(inner)) * up
+    if kind == "relu":
+        return np.where(gate > 0, gate, 0.0) * up
+    assert kind == "swiglu_oai"
+    gate = np.where(gate > 7, 7.0, gate)
+    up = np.where(np.abs(up) > 7, 7 * np.sign(up), up)
+    return gate * sigmoid(1.702 * gate) * (up + 1)
+
+
+def attend(
+    queries: Float64,
+    keys: Float64,
+    values: Float64,
+    visible: npt.NDArray[np.bool_],
+    *,
+    scale: float,
+    softcap: float | None = None,
+    sinks: Float64 | None = None,
+) -> Float64:
+    """Attention of one sequence, a query and a head at a time.
+
+    queries `[n, H, Dh]`, keys `[C, Hk, Dh]`, values `[C, Hk, Dv]`, visible `[n, C]`; `[n, H * Dv]`.
+    """
+    count, heads, _ = queries.shape
+    per_key_head = heads // keys.shape[1]
+    output = np.zeros((count, heads, values.shape[2]))
+    for row in range(count):
+        seen = np.flatnonzero(visible[row])
+        if not len(seen):
+            continue
+        for head in range(heads):
+            key_head = head // per_key_head
+            scores = keys[seen, key_head] @ queries[row, head] * scale
+            if softcap is not None:
+                scores = softcap * np.tanh(scores / softcap)
+            top = scores.max()
+            weights = np.exp(scores - top)
+            total = weights.sum()
+            if sinks is not None:
+                total += np.exp(sinks[head] - top)
+            output[row, head] = weights @ values[seen, key_head] / total
+    return output.reshape(count, -1)

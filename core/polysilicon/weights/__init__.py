@@ -1,0 +1,1 @@
+"""Checkpoints: files on disk read into the three canonical encodings."""
