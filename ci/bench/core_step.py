@@ -26,9 +26,7 @@ def run(sequences: int, context: int, steps: int, window: int | None) -> dict[st
     groups = [GroupSpec(name="full", pages=pages, window=None)]
     if window:
         groups.append(GroupSpec(name="window", pages=pages, window=window))
-    kv = KVManager(
-        groups=groups, page_size=page_size, max_sequences=sequences, max_length=length
-    )
+    kv = KVManager(groups=groups, page_size=page_size, max_sequences=sequences, max_length=length)
     scheduler = Scheduler(kv=kv, step_tokens=sequences * context, max_length=length)
     random = np.random.default_rng(0)
     params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=None, ignore_eos=True)
@@ -44,9 +42,7 @@ def run(sequences: int, context: int, steps: int, window: int | None) -> dict[st
             max_tokens=length,
             end_rule=sampler,
         )
-        samplings[sequence] = SequenceSampling(
-            sampler=sampler, logprobs=None, prompt_logprobs=None
-        )
+        samplings[sequence] = SequenceSampling(sampler=sampler, logprobs=None, prompt_logprobs=None)
         scheduler.add(sequence)
     times: dict[str, list[float]] = {"schedule": [], "arrays": [], "submit": [], "complete": []}
     in_flight = []

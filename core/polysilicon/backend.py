@@ -27,6 +27,7 @@ from typing import Any, Protocol, runtime_checkable
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+import pluggy
 
 from polysilicon.batch import Batch, SampledTokens, SamplingBatch, SparseRows
 from polysilicon.ops import AdapterRef, Forward, ModelOutputs, Normalization, Ops, Rope, Routing
@@ -45,6 +46,7 @@ from polysilicon.weights.encodings import (
 __all__ = [
     "CONTRACT_VERSION",
     "KV_DTYPES",
+    "PROJECT",
     "AdapterPool",
     "AdapterRef",
     "AdapterSpec",
@@ -84,14 +86,21 @@ __all__ = [
     "SuperScaled",
     "Unavailable",
     "Weight",
+    "hookimpl",
     "pack_codes",
     "sample_on_host",
     "scale_values",
     "unpack_codes",
 ]
 
+PROJECT = "polysilicon"
+"""The pluggy project name and the entry-point group of plugins."""
+
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a plugin's implementations of `polysilicon.hookspecs`."""
+
 CONTRACT_VERSION = (1, 0)
-"""(major, minor). A backend built for another major version, or for a later minor one, is refused."""
+"""(major, minor). A backend built for another major or a later minor version is refused."""
 
 KV_DTYPES: dict[str, np.dtype[Any]] = {
     "f32": np.dtype(np.float32),
@@ -110,7 +119,7 @@ class OutOfMemory(DeviceError):
 
 
 class DeviceLost(DeviceError):
-    """The device cannot go on. Fatal for the engine, which is restarted; the message is the cause."""
+    """The device cannot go on. Fatal for the engine; the message is the cause."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,7 +180,7 @@ class Shard:
 
 
 class Handle(Protocol):
-    """Weights placed on a device. parts: outputs (rows) of each fused part; nbytes: on the device."""
+    """Weights placed on a device. parts: outputs (rows) of each fused part; nbytes: there."""
 
     @property
     def parts(self) -> tuple[int, ...]: ...
@@ -233,8 +242,8 @@ class KVSpec:
     def block_header(self) -> bytes:
         """The header that stands before every canonical block of this spec.
 
-        `PSKV`, u16 version, u16 tokens, u32 layers, u32 planes, then a u32 checksum over the planes'
-        names, heads, dims and dtypes (FNV-1a), all little-endian.
+        `PSKV`, u16 version, u16 tokens, u32 layers, u32 planes, then a u32 checksum (FNV-1a) over
+        the planes' names, heads, dims and dtypes, all little-endian.
         """
         checksum = 0x811C9DC5
         for byte in repr([(p.name, p.heads, p.dim, p.dtype) for p in self.planes]).encode():
@@ -274,8 +283,8 @@ class KVPool(ABC):
 
     @abstractmethod
     def write(self, pages: Sequence[int], data: npt.NDArray[np.uint8]) -> Pending:
-        """Undo `read`, with bytes that any backend wrote. Raises ValueError at once when a header is
-        not this spec's."""
+        """Undo `read`, with bytes that any backend wrote. Raises ValueError at once when a header
+        is not this spec's."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -300,8 +309,8 @@ class AdapterSpec:
 AdapterWeights = Mapping[
     str, Sequence[tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None]
 ]
-"""By target, for each part None or (A float32 `[r, inputs]`, B float32 `[outputs, r]`), r at most the
-pool's max_rank; the adapter's scaling is folded into B."""
+"""By target, for each part None or (A float32 `[r, inputs]`, B float32 `[outputs, r]`), r at most
+the pool's max_rank; the adapter's scaling is folded into B."""
 
 
 class AdapterPool(ABC):
@@ -312,8 +321,8 @@ class AdapterPool(ABC):
 
     @abstractmethod
     def write(self, slot: int, weights: AdapterWeights) -> None:
-        """Fill a slot; targets that are missing are left unchanged by this adapter. Takes effect for
-        programs submitted afterwards."""
+        """Fill a slot; targets that are missing are left unchanged by this adapter. Takes effect
+        for programs submitted afterwards."""
 
     @abstractmethod
     def clear(self, slot: int) -> None:
@@ -334,7 +343,7 @@ class MemoryInfo:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Outputs:
-    """logits: float32 `[L, V]`; hidden: by layer, float32 `[T, D]`, the residual stream after it."""
+    """logits: float32 `[L, V]`; hidden: by layer, the residual stream behind it, `[T, D]`."""
 
     logits: npt.NDArray[np.float32]
     hidden: Mapping[int, npt.NDArray[np.float32]]
@@ -380,7 +389,10 @@ class Device(ABC):
 
     @abstractmethod
     def kv_pool(self, spec: KVSpec, pages: int) -> KVPool:
-        """Allocate `pages` pages, page 0 included, which only padding touches. Raises OutOfMemory."""
+        """Allocate `pages` pages, page 0 included, which only padding touches.
+
+        Raises OutOfMemory.
+        """
 
     @abstractmethod
     def adapter_pool(self, spec: AdapterSpec, slots: int) -> AdapterPool:
@@ -419,5 +431,3 @@ class Backend(Protocol):
 
     def open(self, index: int, options: Mapping[str, str]) -> Device:
         """Open device `index` of `probe`'s list. Raises ValueError for an unknown option."""
-
-

@@ -150,16 +150,14 @@ def fetch_entry(entry: CatalogueEntry, *, progress: Progress = no_progress) -> P
     target = cache_directory() / "models" / f"{entry.name}-{entry.sha256[:12]}" / entry.file
     if target.is_file() and target.stat().st_size == entry.size:
         return target
-    installed = [_installed(part) for part in entry.parts]
-    places = [place for place in installed if place is not None]
-    complete = len(places) == len(entry.parts)
-    if complete and len(places) == 1 and _matches(places[0], entry):
-        return places[0]
+    installed = _installed(entry)
+    if len(installed) == 1:
+        return installed[0]
     try:
         with _workplace(entry) as work:
             fresh = work / entry.file
-            if complete:
-                _assemble(entry, (place.open("rb") for place in places), fresh)
+            if installed:
+                _assemble(entry, (part.open("rb") for part in installed), fresh)
             else:
                 wheels = fetch_wheels(
                     [(part.distribution, part.version) for part in entry.parts],
@@ -183,21 +181,25 @@ def fetch_entry(entry: CatalogueEntry, *, progress: Progress = no_progress) -> P
     return target
 
 
-def _installed(part: WheelPart) -> Path | None:
-    """The file in an installed distribution of any version; the hash decides."""
-    try:
-        distribution = importlib.metadata.distribution(part.distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    path = Path(str(distribution.locate_file(part.member)))
-    return path if path.is_file() else None
-
-
-def _matches(path: Path, entry: CatalogueEntry) -> bool:
-    if path.stat().st_size != entry.size:
-        return False
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == entry.sha256
+def _installed(entry: CatalogueEntry) -> list[Path]:
+    """The parts in installed distributions, of whatever version, if they make the right file."""
+    digest, paths = hashlib.sha256(), []
+    for part in entry.parts:
+        try:
+            distribution = importlib.metadata.distribution(part.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return []
+        path = Path(str(distribution.locate_file(part.member)))
+        if not path.is_file():
+            return []
+        paths.append(path)
+    if sum(path.stat().st_size for path in paths) != entry.size:
+        return []
+    for path in paths:
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                digest.update(chunk)
+    return paths if digest.hexdigest() == entry.sha256 else []
 
 
 @contextmanager

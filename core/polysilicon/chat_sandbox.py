@@ -22,20 +22,46 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import jinja2.utils
 
 MEMORY_BYTES = 1 << 30
 MOST_OUTPUT_CHARACTERS = 16 << 20
 
 
 class GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks what an assistant said: transparent."""
+    """`{% generation %}...{% endgeneration %}` marks what an assistant said: a scope, no more."""
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        """The block's body, as if the tag were not there."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        """The block's body in a scope of its own."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+class PlainNamespace(jinja2.utils.Namespace):
+    """`namespace()` that keeps no underscored names, which Python gives meanings of its own."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *values = args
+        attributes = dict(*values, **kwargs)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if str(name).startswith("_"):
+        raise jinja2.TemplateError(f"a namespace may not hold {name!r}: it begins with _")
+
+
+def _new_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
 
 
 def _raise_exception(message: object) -> None:
@@ -64,6 +90,8 @@ def _compiled(source: str) -> jinja2.Template:
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
+    environment.globals["namespace"] = PlainNamespace
+    environment.globals["dict"] = _new_dict
     return environment.from_string(source)
 
 

@@ -11,8 +11,11 @@ from typing import Annotated
 import typer
 
 from polysilicon.commands.backends import backends
+from polysilicon.commands.chat import chat
+from polysilicon.commands.lines import generate, score, tokenize
 from polysilicon.commands.plugins import plugins
 from polysilicon.commands.pull import pull
+from polysilicon.commands.run import run as run_prompt
 from polysilicon.errors import ConfigError, PolysiliconError
 
 # typer carries click's classes inside and exports the subclass only.
@@ -20,7 +23,6 @@ _USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(
     help="One LLM server for every vendor's silicon.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -28,7 +30,8 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def _version(
+def _without_command(
+    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
@@ -37,9 +40,16 @@ def _version(
         except importlib.metadata.PackageNotFoundError:
             print("not installed")
         raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
 
 
+app.command("run")(run_prompt)
+app.command()(chat)
 app.command()(pull)
+app.command()(tokenize)
+app.command()(score)
+app.command()(generate)
 app.command()(plugins)
 app.command()(backends)
 

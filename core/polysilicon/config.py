@@ -75,68 +75,87 @@ class Config(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     model: str | None = Field(
-        None, description="Catalogue name, path or hf:owner/repo[:file]; smollm2 by default."
+        default=None,
+        description="Catalogue name, path or hf:owner/repo[:file]; smollm2 by default.",
     )
-    backend: str = Field("auto", description="Backend to run on; auto takes the first that can.")
-    device: int = Field(0, ge=0, description="Index of the device.")
+    backend: str = Field(
+        default="auto", description="Backend to run on; auto takes the first that can."
+    )
+    device: int = Field(default=0, ge=0, description="Index of the device.")
     backend_option: Annotated[dict[str, str], BeforeValidator(_option_texts)] = Field(
         default_factory=dict, description="Option of the backend, KEY=VALUE; may be repeated."
     )
-    block_plugins: tuple[str, ...] = Field((), description="Plugin not to load; may be repeated.")
-    kv_dtype: str | None = Field(None, description="KV cache dtype: f32, f16 or bf16.")
-    page_size: int | None = Field(None, ge=1, description="Tokens of a KV page.")
-    kv_memory: Annotated[int | None, BeforeValidator(_bytes)] = Field(
-        None, ge=1, description="Memory for the KV cache: bytes, or such as 2GiB."
+    block_plugins: tuple[str, ...] = Field(
+        default=(), description="Plugin not to load; may be repeated."
     )
-    kv_pages: int | None = Field(None, ge=2, description="Pages of the KV cache, exactly.")
-    prefix_cache: bool = Field(True, description="Reuse the KV of prompts seen before.")
-    max_length: int | None = Field(None, ge=1, description="Most tokens of a sequence.")
-    max_sequences: int = Field(64, ge=1, description="Most sequences that run at once.")
-    step_tokens: int = Field(512, ge=1, description="Most tokens computed in a step.")
+    kv_dtype: str | None = Field(default=None, description="KV cache dtype: f32, f16 or bf16.")
+    page_size: int | None = Field(default=None, ge=1, description="Tokens of a KV page.")
+    kv_memory: Annotated[int | None, BeforeValidator(_bytes)] = Field(
+        default=None, ge=1, description="Memory for the KV cache: bytes, or such as 2GiB."
+    )
+    kv_pages: int | None = Field(default=None, ge=2, description="Pages of the KV cache, exactly.")
+    prefix_cache: bool = Field(default=True, description="Reuse the KV of prompts seen before.")
+    max_length: int | None = Field(default=None, ge=1, description="Most tokens of a sequence.")
+    max_sequences: int = Field(default=64, ge=1, description="Most sequences that run at once.")
+    step_tokens: int = Field(default=512, ge=1, description="Most tokens computed in a step.")
     deterministic: bool = Field(
-        False, description="Results bitwise independent of batching, where the backend can."
+        default=False, description="Results bitwise independent of batching, where the backend can."
     )
     chat_template: str | None = Field(
-        None, description="File with a chat template, in place of the model's."
+        default=None, description="File with a chat template, in place of the model's."
     )
 
-    n: int | None = Field(None, description="Independent answers.")
-    max_tokens: int | None = Field(None, description="Most tokens to generate.")
-    min_tokens: int | None = Field(None, description="Fewest tokens to generate.")
-    temperature: float | None = Field(None, description="0 is greedy.")
-    top_k: int | None = Field(None, description="Only the k most likely tokens; 0 is off.")
-    top_p: float | None = Field(None, description="Only tokens that together have probability p.")
-    min_p: float | None = Field(None, description="Only tokens of p times the best's probability.")
-    typical_p: float | None = Field(None, description="Locally typical sampling; 1 is off.")
-    repetition_penalty: float | None = Field(
-        None, description="On tokens of prompt and output; 1 is off."
+    n: int | None = Field(default=None, description="Independent answers.")
+    max_tokens: int | None = Field(default=None, description="Most tokens to generate.")
+    min_tokens: int | None = Field(default=None, description="Fewest tokens to generate.")
+    temperature: float | None = Field(default=None, description="0 is greedy.")
+    top_k: int | None = Field(default=None, description="Only the k most likely tokens; 0 is off.")
+    top_p: float | None = Field(
+        default=None, description="Only tokens that together have probability p."
     )
-    presence_penalty: float | None = Field(None, description="On tokens of the output, once.")
-    frequency_penalty: float | None = Field(None, description="On tokens of the output, by count.")
-    seed: int | None = Field(None, description="Makes draws repeatable.")
+    min_p: float | None = Field(
+        default=None, description="Only tokens of p times the best's probability."
+    )
+    typical_p: float | None = Field(default=None, description="Locally typical sampling; 1 is off.")
+    repetition_penalty: float | None = Field(
+        default=None, description="On tokens of prompt and output; 1 is off."
+    )
+    presence_penalty: float | None = Field(
+        default=None, description="On tokens of the output, once."
+    )
+    frequency_penalty: float | None = Field(
+        default=None, description="On tokens of the output, by count."
+    )
+    seed: int | None = Field(default=None, description="Makes draws repeatable.")
     stop: tuple[str, ...] | None = Field(
-        None, description="Text that ends the output; may be repeated."
+        default=None, description="Text that ends the output; may be repeated."
     )
     stop_token_ids: tuple[int, ...] | None = Field(
-        None, description="Token id that ends the output; may be repeated."
+        default=None, description="Token id that ends the output; may be repeated."
     )
-    ignore_eos: bool | None = Field(None, description="Go on past the end-of-sequence token.")
-    include_stop_text: bool | None = Field(None, description="Keep the stop text in the output.")
+    ignore_eos: bool | None = Field(
+        default=None, description="Go on past the end-of-sequence token."
+    )
+    include_stop_text: bool | None = Field(
+        default=None, description="Keep the stop text in the output."
+    )
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_pairs)] = Field(
-        None, description="Added to a token's logit, ID=BIAS; may be repeated."
+        default=None, description="Added to a token's logit, ID=BIAS; may be repeated."
     )
     bad_words: Annotated[tuple[tuple[int, ...], ...] | None, BeforeValidator(_id_lists)] = Field(
-        None, description="Token ids never completed in this order, 1,2,3; may be repeated."
+        default=None, description="Token ids never completed in this order, 1,2,3; may be repeated."
     )
     allowed_token_ids: tuple[int, ...] | None = Field(
-        None, description="Only token ids that may come; may be repeated."
+        default=None, description="Only token ids that may come; may be repeated."
     )
-    logprobs: int | None = Field(None, description="Most likely ids reported per output token.")
+    logprobs: int | None = Field(
+        default=None, description="Most likely ids reported per output token."
+    )
     prompt_logprobs: int | None = Field(
-        None, description="Most likely ids reported per prompt token."
+        default=None, description="Most likely ids reported per prompt token."
     )
     skip_special_tokens: bool | None = Field(
-        None, description="Leave special tokens out of the text."
+        default=None, description="Leave special tokens out of the text."
     )
 
     def sampling(self, **defaults: Any) -> SamplingParams:

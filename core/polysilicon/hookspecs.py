@@ -1,4 +1,4 @@
-"""The hooks a plugin implements, and the marker it implements them with.
+"""The hooks a plugin implements; `polysilicon.backend.hookimpl` marks its implementations.
 
 A plugin is a module (or any object) named by an entry point of the group `polysilicon`. Its hooks
 are called once, when plugins are loaded, and return frozen data; none is called in the step loop.
@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING
 
 import pluggy
 
+from polysilicon.backend import PROJECT
+
 if TYPE_CHECKING:
     from polysilicon.backend import Backend
     from polysilicon.models.architecture import Architecture
 
-PROJECT = "polysilicon"
-"""The pluggy project name and the entry-point group."""
-
 hookspec = pluggy.HookspecMarker(PROJECT)
-hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec

@@ -29,8 +29,8 @@ Value = Any
 class Rope:
     """Rotary position embedding (arXiv 2104.09864), frequency scaling already applied.
 
-    dim: leading elements of a head that rotate. frequencies: `dim / 2` angles in radians a position.
-    scale: factor on sine and cosine (YaRN's and LongRoPE's attention factor).
+    dim: leading elements of a head that rotate. frequencies: `dim / 2` angles a position, in
+    radians. scale: factor on sine and cosine (YaRN's and LongRoPE's attention factor).
     interleaved: pairs are (0, 1), (2, 3), ... instead of (0, dim / 2), (1, dim / 2 + 1), ...
     """
 
@@ -63,8 +63,8 @@ class AdapterRef:
 class Routing:
     """How router logits choose experts.
 
-    top_k: experts a token. scoring: `softmax` over all experts, then the top k; `softmax_top_k`, the
-    top k of the logits, then a softmax over those; or `sigmoid` of each.
+    top_k: experts a token. scoring: `softmax` over all experts, then the top k; `softmax_top_k`,
+    the top k of the logits, then a softmax over those; or `sigmoid` of each.
     correction: vector `[E]` added to the scores to choose by, not to weigh by (DeepSeek-V3).
     groups, top_groups: experts stand in `groups` equal groups; only the `top_groups` best, by the
     sum of their two highest scores (by the highest where there is no correction), may be chosen.
@@ -113,7 +113,7 @@ class Ops(ABC):
         """`x W^T + bias`, for each part of the weight: `[T, K]` to one `[T, N_i]` a part.
 
         W means the dequantised values; accumulation in float32. bias: vector over all parts.
-        adapters: adds `lora(x, ...)` by each token's sequence, before nothing else reads the result;
+        adapters: adds `lora(x, ...)` by each token's sequence, before anything reads the result;
         needs `batch`, and x then has the batch's T rows.
         """
 
@@ -121,8 +121,8 @@ class Ops(ABC):
     def rms_norm(
         self, x: Value, weight: Handle, *, eps: float, residual: Value | None = None
     ) -> tuple[Value, Value]:
-        """`h = x + residual` (or x); returns `(h / sqrt(mean(h^2) + eps) * weight, h)` over the last
-        axis (arXiv 1910.07467): `[T, D]` each. Statistics in float32; h is float32."""
+        """`h = x + residual` (or x); returns `(h / sqrt(mean(h^2) + eps) * weight, h)` over the
+        last axis (arXiv 1910.07467): `[T, D]` each. Statistics in float32; h is float32."""
 
     @abstractmethod
     def layer_norm(
@@ -134,8 +134,8 @@ class Ops(ABC):
         eps: float,
         residual: Value | None = None,
     ) -> tuple[Value, Value]:
-        """`h = x + residual` (or x); returns `((h - mean) / sqrt(var + eps) * weight + bias, h)` with
-        the biased variance (arXiv 1607.06450): `[T, D]` each. Statistics in float32."""
+        """`h = x + residual` (or x); returns `((h - mean) / sqrt(var + eps) * weight + bias, h)`
+        with the biased variance (arXiv 1607.06450): `[T, D]` each. Statistics in float32."""
 
     @abstractmethod
     def add(self, a: Value, b: Value) -> Value:
@@ -151,9 +151,9 @@ class Ops(ABC):
 
     @abstractmethod
     def rope(self, x: Value, positions: Value, rope: Rope, *, heads: int) -> Value:
-        """Rotate each head of `[T, heads * Dh]` by its token's position; elements from `rope.dim` on
-        stay. For a pair (a, b) at angle t = position * frequency: `(a cos t - b sin t, b cos t + a
-        sin t) * scale`. Angles in float32 or better."""
+        """Rotate each head of `[T, heads * Dh]` by its token's position; elements from `rope.dim`
+        on stay. For a pair (a, b) at angle t = position * frequency: `(a cos t - b sin t, b cos t +
+        a sin t) * scale`. Angles in float32 or better."""
 
     @abstractmethod
     def gated_act(self, gate: Value, up: Value, kind: str) -> Value:
@@ -210,7 +210,8 @@ class Ops(ABC):
         gate_up_bias: Handle | None = None,
         down_bias: Handle | None = None,
     ) -> Value:
-        """Mixture of experts: `sum_e w_e (gated_act(gate_e x, up_e x) down_e)`, `[T, D]` to `[T, D]`.
+        """Mixture of experts: `sum_e w_e (gated_act(gate_e x, up_e x) down_e)`, `[T, D]` to
+        `[T, D]`.
 
         router_logits `[T, E]`; gate_up: stack of two parts `[E, F, D]`; down: `[E, D, F]`; biases:
         matrices `[E, 2 F]` and `[E, D]`, dense. Weights w from `routing` in float32; equal scores
@@ -221,8 +222,8 @@ class Ops(ABC):
     def lora(
         self, x: Value, parts: tuple[Value, ...], adapters: AdapterRef, batch: Batch
     ) -> tuple[Value, ...]:
-        """`part_i + (x A_i^T) B_i^T` by the adapter slot of each token's sequence (arXiv 2106.09685);
-        slot 0, cleared slots and targets an adapter lacks leave a part as it is."""
+        """`part_i + (x A_i^T) B_i^T` by the adapter slot of each token's sequence (arXiv
+        2106.09685); slot 0, cleared slots and targets an adapter lacks leave a part as it is."""
 
     @abstractmethod
     def select(self, x: Value, rows: Value) -> Value:

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 import pluggy
 
 from polysilicon import hookspecs
-from polysilicon.backend import CONTRACT_VERSION, Backend
-from polysilicon.hookspecs import PROJECT
+from polysilicon.backend import CONTRACT_VERSION, PROJECT, Backend
 from polysilicon.models.architecture import Architecture
 from polysilicon.suggest import nearest
 
@@ -191,28 +190,55 @@ def _candidates() -> Iterator[_Candidate]:
     """
     found: dict[tuple[str, ...], _Candidate] = {}
     for distribution in importlib.metadata.distributions():
-        for entry in distribution.entry_points:
-            if entry.group != PROJECT:
-                continue
-            place = os.path.realpath(str(distribution.locate_file("")))
-            name = distribution.metadata["Name"] or ""
-            key = (entry.name, _normalized(name), distribution.version, place)
-            # The same folder may stand on the search path twice.
-            found.setdefault(
-                key,
-                _Candidate(
-                    name=entry.name,
-                    distribution=name,
-                    version=distribution.version,
-                    place=place,
-                    load=entry.load,
-                ),
+        try:
+            candidates = _entries(distribution)
+        except Exception as error:
+            candidates = _unreadable(distribution, error)
+        for candidate in candidates:
+            key = (
+                candidate.name,
+                _normalized(candidate.distribution),
+                candidate.version,
+                candidate.place,
             )
+            # The same folder may stand on the search path twice.
+            found.setdefault(key, candidate)
     # The sort is stable: of one distribution installed twice, the one that Python imports is first.
     order = sorted(
         found.values(), key=lambda c: (not c.in_tree, c.name, _normalized(c.distribution))
     )
     yield from order
+
+
+def _entries(distribution: importlib.metadata.Distribution) -> list[_Candidate]:
+    """The plugins of one distribution. Raises what a damaged installation makes it raise."""
+    return [
+        _Candidate(
+            name=entry.name,
+            distribution=distribution.metadata["Name"],
+            version=distribution.version,
+            place=os.path.realpath(str(distribution.locate_file(""))),
+            load=entry.load,
+        )
+        for entry in distribution.entry_points
+        if entry.group == PROJECT
+    ]
+
+
+def _unreadable(
+    distribution: importlib.metadata.Distribution, error: Exception
+) -> list[_Candidate]:
+    """A candidate that fails, for a distribution of plugins whose metadata is damaged."""
+    if f"[{PROJECT}]" not in (distribution.read_text("entry_points.txt") or ""):
+        return []
+    place = os.path.realpath(str(distribution.locate_file("")))
+
+    def load() -> None:
+        raise ImportError(
+            f"a distribution in {place} has damaged metadata: reinstall it"
+        ) from error
+
+    return [_Candidate(name="unreadable", distribution="", version="", place=place, load=load)]
 
 
 def _normalized(distribution: str) -> str:
@@ -297,7 +323,7 @@ def _check_hooks(manager: pluggy.PluginManager, plugin: object) -> None:
         raise _RejectedError(
             PluginStatus.FAILED,
             f"implements no hook: mark one of {', '.join(sorted(known))} with "
-            "polysilicon.hookspecs.hookimpl",
+            "polysilicon.backend.hookimpl",
         )
 
 

@@ -80,7 +80,7 @@ class SamplingParams:
 
     @property
     def uses_counts(self) -> bool:
-        """Whether the next token depends on which tokens came before, beside the model's own look."""
+        """Whether penalties count the tokens that came before."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -110,8 +110,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 class Request:
     """One request as the engine takes it.
 
-    prompt: token ids, at least one. adapter: name of a loaded LoRA adapter, or None. salt: cached KV
-    is shared only among requests of equal salt. priority: smaller comes first.
+    prompt: token ids, at least one. adapter: name of a loaded LoRA adapter, or None. salt: cached
+    KV is shared only among requests of equal salt. priority: smaller comes first.
     """
 
     id: str
@@ -124,7 +124,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenLogprobs:
-    """Log-probabilities at one place: of the token that stands there, and of the most likely ids."""
+    """Log-probabilities at one place: of the token that is there, and of the most likely ids."""
 
     id: int
     logprob: float
@@ -136,8 +136,9 @@ class RequestOutput:
     """News of one choice of a request: what came since the last one.
 
     ids, text: new tokens and the text they completed (text lags behind ids while a character or a
-    stop text is incomplete). prompt_logprobs: once, with the first output: one entry for each prompt
-    token after the first. next_top: with prompt_logprobs, the most likely ids after the prompt.
+    stop text is incomplete). prompt_logprobs: once, with the first output: one entry for each
+    prompt token after the first. next_top: with logprobs and the first output, the most likely ids
+    after the prompt.
     num_cached_tokens: prompt tokens that came from the prefix cache.
     finish_reason: set on the last news of this choice; stop_text says which stop text ended it;
     error is the cause when the reason is ERROR.

@@ -3,8 +3,8 @@
 One rule covers chunked prefill, prefix hits and decode: a step gives a sequence tokens so that its
 `num_computed` catches up with its `length`. Decodes come first, then prefill chunks and admissions,
 all under one token budget. The scheduler is deterministic, knows no clock (arrival times are given)
-and no device: `schedule` proposes a step, `submitted` says that it is on its way, `complete` brings its
-tokens. Step n + 1 may be scheduled before step n completes.
+and no device: `schedule` proposes a step, `submitted` says that it is on its way, `complete` brings
+its tokens. Step n + 1 may be scheduled before step n completes.
 """
 
 from __future__ import annotations
@@ -190,8 +190,9 @@ class Scheduler:
         """Queue a new sequence. Raises RequestError when its prompt can never be served."""
         if sequence.num_prompt >= self.max_length + (sequence.max_tokens == 0):
             raise RequestError(
-                f"the prompt has {sequence.num_prompt} tokens, and with its output it must fit into "
-                f"the context of {self.max_length}: shorten it or raise --max-length or --kv-memory"
+                f"the prompt has {sequence.num_prompt} tokens, and with its output it must fit "
+                f"into the context of {self.max_length}: shorten it, or raise --max-length or "
+                "--kv-memory"
             )
         heapq.heappush(self.waiting, (sequence.order, sequence))
 
@@ -301,9 +302,7 @@ class Scheduler:
 
     def _is_full(self, sequence: Sequence, length: int) -> bool:
         """Whether a sequence of `length` tokens has all that it may have."""
-        return (
-            length - sequence.num_prompt >= sequence.max_tokens or length >= self.max_length
-        )
+        return length - sequence.num_prompt >= sequence.max_tokens or length >= self.max_length
 
     @staticmethod
     def _is_decode(sequence: Sequence) -> bool:
@@ -360,7 +359,7 @@ class Scheduler:
 
     @staticmethod
     def _waits_for_leader(sequence: Sequence) -> bool:
-        """The other choices of a request wait until the first has computed the prompt they share."""
+        """Further choices of a request wait until the first has computed the prompt they share."""
         leader = sequence.leader
         return (
             leader is not None

@@ -27,7 +27,7 @@ _MOST_TEMPLATES = 32
 def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     """Read `tokenizer.*` keys. Raises ModelError for anything missing, malformed or unsupported."""
     algorithm = metadata.get("tokenizer.ggml.model")
-    if algorithm not in ("gpt2", "llama"):
+    if not isinstance(algorithm, str) or algorithm not in ("gpt2", "llama"):
         found = "is missing" if algorithm is None else f"is {_shown(algorithm)}"
         raise ModelError(
             f"tokenizer.ggml.model {found}; supported are 'gpt2' (byte-level BPE) and 'llama' "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -85,8 +85,7 @@ def generate(model: ModelArgument, file: FileArgument, config: Config) -> None:
         lines: list[Line] = []
         for number, line in read_lines(file):
             place = f"{file}, line {number}"
-            fields = {name: line[name] for name in SAMPLING_FIELDS & line.keys()}
-            params = config.model_copy(update=_sampling_fields(fields, place)).sampling(**defaults)
+            params = _sampling(line, config, defaults, place)
             ids = tuple(prompt_ids(line, loaded.tokenizer, place))
             requests.append(Request(id=str(len(lines)), prompt=ids, params=params))
             submit(loaded, requests[-1], place)
@@ -135,14 +134,20 @@ def _result(line: Line, request: Request, parts: list[RequestOutput]) -> Line:
     return result
 
 
-def _sampling_fields(fields: Line, place: str) -> Line:
-    """A line's sampling fields as `Config` holds them."""
+def _sampling(
+    line: Line, config: Config, defaults: Mapping[str, Any], place: str
+) -> SamplingParams:
+    """A line's sampling fields over those of the command line over `defaults`."""
+    fields = {name: line[name] for name in SAMPLING_FIELDS & line.keys()}
     try:
         checked = Config.model_validate(fields)
+        said = {name: getattr(checked, name) for name in fields}
+        return config.model_copy(update=said).sampling(**defaults)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise RequestError(f"{place}: {first['loc'][0]}: {first['msg']}") from None
-    return {name: getattr(checked, name) for name in fields}
+    except RequestError as error:
+        raise RequestError(f"{place}: {error}") from None
 
 
 _IDS = TypeAdapter(list[int])

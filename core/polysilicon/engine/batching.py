@@ -74,8 +74,8 @@ def build_step(
             tokens[at + known] = 0
             token_source[at + known] = previous_rows[sequence]
         sampling = samplings[sequence]
-        if sequence.scores_prompt:
-            scored = _scored_positions(share)
+        scored = _scored_positions(share)
+        if scored:
             score_rows[sequence] = range(len(logit_rows), len(logit_rows) + len(scored))
             for position in scored:
                 logit_rows.append(at + position - start)
@@ -131,5 +131,7 @@ def build_step(
 def _scored_positions(share: Scheduled) -> range:
     """Positions of the share whose logits score the prompt token that follows, once each."""
     sequence = share.sequence
+    if not sequence.scores_prompt:
+        return range(0)
     first = max(share.start, sequence.num_scored)
     return range(first, max(first, min(share.start + share.count, sequence.num_prompt - 1)))

@@ -1,4 +1,4 @@
-"""What callers hold: requests in, text out. The engine behind it may be in this process or another."""
+"""What callers hold: requests in, text out. The engine behind it may be in another process."""
 
 from __future__ import annotations
 

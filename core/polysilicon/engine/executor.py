@@ -19,7 +19,7 @@ from polysilicon.backend import (
     SamplingBatch,
 )
 from polysilicon.kv.manager import SlotCopy
-from polysilicon.models.loading import Model
+from polysilicon.models.model import Model
 
 
 class Executor(Protocol):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 from polysilicon.backend import KV_DTYPES, Capabilities, Device, KVSpec, OutOfMemory
@@ -13,10 +12,11 @@ from polysilicon.engine.engine import Engine
 from polysilicon.engine.executor import ModelExecutor
 from polysilicon.engine.memory import context_capacity, plan_pages
 from polysilicon.errors import ConfigError
-from polysilicon.kv.manager import GroupSpec, KVManager
-from polysilicon.models.config import kv_groups
-from polysilicon.models.loading import Model, load_model
+from polysilicon.kv import GroupSpec, KVManager
+from polysilicon.models.loading import load_model
+from polysilicon.models.model import Model
 from polysilicon.plugins import load_plugins
+from polysilicon.progress import Progress, no_progress
 from polysilicon.selection import Selection, select_backend
 from polysilicon.tokenizer import Tokenizer
 from polysilicon.weights.checkpoint import Checkpoint, open_checkpoint
@@ -24,8 +24,6 @@ from polysilicon.weights.gguf import GGUFFile
 
 KV_SHARE = 0.4
 """Share of a device's free memory that KV takes when no budget is given."""
-
-Progress = Callable[[int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,22 +47,31 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer.from_directory(checkpoint.path)
 
 
-def load(config: Config, path: Path, *, progress: Progress | None = None) -> Loaded:
+def load(config: Config, path: Path, *, progress: Progress = no_progress) -> Loaded:
     """Open the model at `path` on the configured backend.
 
-    progress: called with bytes placed and bytes in total. Raises a PolysiliconError that names the
-    mend for every model, backend and memory setting that cannot work.
+    Raises a PolysiliconError that names the mend for every model, backend and memory setting that
+    cannot work.
     """
-    selection = select_backend(load_plugins(config.block_plugins), config.backend)
+    plugins = load_plugins(config.block_plugins)
+    selection = select_backend(plugins, config.backend)
     checkpoint = open_checkpoint(path)
     tokenizer = load_tokenizer(checkpoint)
     device = open_device(config, selection)
-    model = load_model(checkpoint, device, max_length=config.max_length, progress=progress)
+    with progress(f"loading {path.name}") as advance:
+        model = load_model(
+            checkpoint,
+            device,
+            max_length=config.max_length,
+            progress=advance,
+            added=plugins.architectures,
+        )
     engine, notes = build_engine(
         config,
         device,
         model,
-        identity=checkpoint.fingerprint(),
+        # Rotary scalings that depend on the context are settled by the length loaded for.
+        identity=f"{checkpoint.fingerprint()}/{model.config.max_length}",
         eos_ids=tokenizer.eos_ids,
     )
     chosen = f"backend {selection.name} on {selection.devices[config.device].name}"
@@ -86,9 +93,16 @@ def open_device(config: Config, selection: Selection) -> Device:
     if config.deterministic:
         options["deterministic"] = "1"
     try:
-        return selection.backend.open(config.device, options)
+        device = selection.backend.open(config.device, options)
     except ValueError as error:
         raise ConfigError(f"backend {selection.name}: {error}") from error
+    if config.deterministic and not device.capabilities.deterministic:
+        device.close()
+        raise ConfigError(
+            f"backend {selection.name} has no deterministic mode: leave --deterministic out, or "
+            "choose a backend that declares it (polysilicon backends)"
+        )
+    return device
 
 
 def build_engine(
@@ -105,8 +119,8 @@ def build_engine(
     """An engine for a model on a device, and notes for the user. Pools are allocated here."""
     capabilities = device.capabilities
     kv_dtype = _kv_dtype(config, capabilities)
-    specs = kv_groups(model.config, _page_size(config, capabilities), kv_dtype)
-    max_length = config.max_length or model.config.max_position
+    specs = model.kv_specs(_page_size(config, capabilities), kv_dtype)
+    max_length = model.config.max_length
     pages = _pages(config, device, specs, max_length)
     notes = []
     capacity = context_capacity(specs, pages, config.step_tokens)

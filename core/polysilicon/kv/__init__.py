@@ -2,13 +2,14 @@
 
 from polysilicon.kv.groups import GroupSpec, GroupUsage
 from polysilicon.kv.identity import page_identity, root_identity
-from polysilicon.kv.manager import KVManager, SequenceKV
+from polysilicon.kv.manager import KVManager, SequenceKV, SlotCopy
 
 __all__ = [
     "GroupSpec",
     "GroupUsage",
     "KVManager",
     "SequenceKV",
+    "SlotCopy",
     "page_identity",
     "root_identity",
 ]

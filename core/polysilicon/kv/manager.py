@@ -247,6 +247,13 @@ class KVManager:
             )
         return tuple(report)
 
+    def reclaiming(self) -> bool:
+        """Whether steps in flight hold pages back, so that a `grow` that failed may yet succeed.
+
+        Such pages are in limbo, or cached but perhaps still read by one of those steps.
+        """
+        return any(pool.limbo or self.tree.awaits_step(g) for g, pool in enumerate(self.pools))
+
     def reset(self) -> None:
         """Drop all cached pages that nobody holds."""
         self.tree.clear()

@@ -281,6 +281,14 @@ class RadixTree:
         """Cached pages of a group that nobody holds."""
         return len(self.queues[group])
 
+    def awaits_step(self, group: int) -> bool:
+        """Whether a page that nobody holds any more may still be touched by a step in flight."""
+        newest = next(reversed(self.queues[group]), None)
+        if newest is None:
+            return False
+        full = group in self.full_groups
+        return (newest.fence if full else newest.window_fences[group]) > self.steps.ended
+
     def make_room(self, count: int) -> bool:
         """Evict until every pool has `count` free pages; evict nothing where that cannot be now."""
         ended = self.steps.ended

@@ -127,7 +127,11 @@ def read_rope(
     name = f"{prefix}.rope.dimension_count"
     dim = fields.integer(name, high=head_dim, default=head_dim)
     if dim % 2:
-        raise fields.refuse(name, "an even number")
+        raise ModelError(
+            f"{fields.source} rotates {dim} elements of a head ({name}, or "
+            f"{prefix}.attention.key_length where that is missing), expected an even number. "
+            "Convert the model again with a current llama.cpp."
+        )
     base = fields.number(f"{prefix}.rope.freq_base", low=1.0 + 1e-6, default=1e4)
     scaling = f"{prefix}.rope.scaling"
     kind = fields.text(f"{scaling}.type", default="linear")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from polysilicon.backend import Capabilities, Device, Handle
+from polysilicon.backend import Device, Handle
 from polysilicon.errors import ConfigError, ModelError
 from polysilicon.models.architecture import Architecture, TensorNames
 from polysilicon.models.config import ModelConfig
@@ -16,13 +16,12 @@ from polysilicon.models.hf_config import MAX_POSITIONS
 from polysilicon.models.model import Model
 from polysilicon.models.registry import architectures, find_gguf, find_hf
 from polysilicon.models.transcoding import transcode, transcode_vector
+from polysilicon.progress import Advance
 from polysilicon.weights.checkpoint import Checkpoint
 from polysilicon.weights.encodings import Weight
 from polysilicon.weights.files import shown
 from polysilicon.weights.gguf import GGUFFile
 from polysilicon.weights.safetensors import SafetensorsDirectory
-
-Progress = Callable[[int, int], None]
 
 
 def load_model(
@@ -30,7 +29,7 @@ def load_model(
     device: Device,
     *,
     max_length: int | None = None,
-    progress: Progress | None = None,
+    progress: Advance | None = None,
     added: Sequence[Architecture] = (),
 ) -> Model:
     """Read a checkpoint's parameters, place its weights on a device and build the model.
@@ -137,7 +136,7 @@ class _Placing:
         checkpoint: Checkpoint,
         device: Device,
         tensors: Mapping[str, str],
-        progress: Progress | None,
+        progress: Advance | None,
     ) -> None:
         self.nbytes = 0
         self._checkpoint = checkpoint
@@ -160,13 +159,12 @@ class _Placing:
         return self._put(parts, keys)
 
     def vector(self, *keys: str, offset: float = 0.0) -> Handle:
-        capabilities: Capabilities = self._device.capabilities
         parts = []
         for key in keys:
             values = self._checkpoint.weight(self._tensors[key]).dequantize()
             if offset:
                 values = values + np.float32(offset)
-            parts.append(transcode_vector(values, capabilities))
+            parts.append(transcode_vector(values, self._device.capabilities))
         return self._put(parts, keys)
 
     def notes(self) -> list[str]:

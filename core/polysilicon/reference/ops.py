@@ -16,8 +16,8 @@ from polysilicon.backend import (
     Normalization,
     Ops,
     Rope,
+    Routing,
 )
-from polysilicon.ops import Routing
 from polysilicon.reference.attention import paged_attention
 from polysilicon.reference.handles import weights_of
 from polysilicon.reference.moe import route
@@ -144,7 +144,7 @@ class ReferenceOps(Ops):
             sinks=None if sinks is None else weights_of(sinks),
             causal=causal,
         )
-        return output.reshape(len(q), -1)
+        return output.reshape(len(q), heads * output.shape[2])
 
     def moe(
         self,
@@ -219,7 +219,7 @@ def _sigmoid(x: Float32) -> Float32:
 def _by_head(x: Float32, heads: int) -> Float32:
     if x.shape[-1] % heads:
         raise ValueError(f"{x.shape[-1]} columns are not a whole number of {heads} heads")
-    return x.reshape(len(x), heads, -1)
+    return x.reshape(len(x), heads, x.shape[-1] // heads)
 
 
 def _prepare(x: Float32, batch: Batch, rope: Rope | None, norm: Normalization | None) -> Float32:

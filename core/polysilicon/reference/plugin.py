@@ -5,8 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 
-from polysilicon.backend import CONTRACT_VERSION, Backend, Device, DeviceInfo
-from polysilicon.hookspecs import hookimpl
+from polysilicon.backend import CONTRACT_VERSION, Backend, Device, DeviceInfo, hookimpl
 from polysilicon.reference.memory import total_memory
 
 

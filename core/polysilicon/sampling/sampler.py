@@ -30,6 +30,9 @@ room for rounding."""
 _FEW = 512
 """Ids that are sorted rather than halved once more."""
 
+_MANY = 4096
+"""Ids whose noise is worth a call of its own."""
+
 _GROUP = 1 << 16
 """Candidates whose noise is drawn in one call."""
 
@@ -39,7 +42,7 @@ def sample_on_host(logits: Float32, batch: SamplingBatch) -> SampledTokens:
     rows, vocabulary = logits.shape
     assert batch.top_logprobs <= vocabulary
     tokens = np.zeros(rows, np.int32)
-    normalizers = np.zeros(rows, np.float64)
+    peaks, log_totals = np.zeros((2, rows), np.float64)
     top_ids = np.zeros((rows, batch.top_logprobs), np.int32)
     race = _Race(batch, vocabulary, tokens)
     reports = batch.logprobs or batch.targets is not None or batch.top_logprobs > 0
@@ -47,7 +50,7 @@ def sample_on_host(logits: Float32, batch: SamplingBatch) -> SampledTokens:
         for row in range(rows):
             x = _cleaned(logits[row])
             if reports:
-                normalizers[row] = _log_sum_exp(x)
+                peaks[row], log_totals[row] = _log_sum_exp(x)
             if batch.top_logprobs:
                 top_ids[row] = _descending(x, _largest(x, batch.top_logprobs))
             if batch.draw[row]:
@@ -58,7 +61,7 @@ def sample_on_host(logits: Float32, batch: SamplingBatch) -> SampledTokens:
             """Of ids int `[L]` or `[L, n]`, by row."""
             columns = ids if ids.ndim == 2 else ids[:, None]
             x = _cleaned(np.take_along_axis(logits, columns.astype(np.int64), axis=1))
-            values = np.where(x == -np.inf, x, x - normalizers[:, None])
+            values = np.where(x == -np.inf, x, (x - peaks[:, None]) - log_totals[:, None])
             return values.astype(np.float32).reshape(ids.shape)
 
         target_logprobs = None
@@ -97,11 +100,13 @@ def _cleaned(x: Float32) -> Float32:
     return cleaned
 
 
-def _log_sum_exp(x: Float32) -> float:
+def _log_sum_exp(x: Float32) -> tuple[float, float]:
+    """The largest of x, and the logarithm of the sum of `exp(x - largest)`. They are kept apart, as
+    their sum would round the second away beside a large first. Zeros for a row at -inf."""
     peak = x.max()
     if peak == -np.inf:
-        return 0.0
-    return float(peak) + float(np.log(np.exp(x - peak).sum(dtype=np.float64)))
+        return 0.0, 0.0
+    return float(peak), float(np.log(np.exp(x - peak).sum(dtype=np.float64)))
 
 
 def _adjusted(x: Float32, batch: SamplingBatch, row: int) -> Float32:
@@ -222,7 +227,7 @@ class _Race:
 
     def add(self, row: int, ids: Ids, scores: Float32) -> None:
         """ids: ascending, at least one; scores: their x."""
-        if 4 * len(ids) > self._vocabulary:  # as many blocks of noise as ids: draw all in order
+        if len(ids) > max(_MANY, self._vocabulary // 4):  # fewer blocks of noise than ids
             batch = self._batch
             noise = gumbel(
                 int(batch.seed[row]),

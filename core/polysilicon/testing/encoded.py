@@ -49,6 +49,7 @@ def affine(
         offset = 1
     dtype = {"bfloat16": BF16, "offset_and_bias": F32}.get(variant, F16)
     step = 2.0**-bits
+    scale: Any
     bias: Any = None
     if variant.startswith("super"):
         scale, scale_values = _super_scaled(rng, groups, 6, 0, step / 32)
@@ -83,7 +84,7 @@ def group_float(
     variant: str = "plain",
     block: tuple[int, int] | None = None,
 ) -> Encoded:
-    """Weights of a magnitude about 1. format: one of `FLOAT_FORMATS`. block: replaces the groups."""
+    """Weights of a magnitude below 1.5. format: of `FLOAT_FORMATS`. block: instead of groups."""
     rows, columns = shape[-2:]
     name, _, entries = format.partition(":")
     if name == "codebook":

@@ -16,13 +16,13 @@ Float64 = npt.NDArray[np.float64]
 
 def rms_norm(x: Float64, weight: Float64, eps: float) -> Float64:
     mean_square = (x**2).sum(axis=-1, keepdims=True) / x.shape[-1]
-    return x * (mean_square + eps) ** -0.5 * weight
+    return np.asarray(x * (mean_square + eps) ** -0.5 * weight)
 
 
 def layer_norm(x: Float64, weight: Float64, bias: Float64 | None, eps: float) -> Float64:
     variance = x.var(axis=-1, keepdims=True)
     normal = (x - x.mean(axis=-1, keepdims=True)) * (variance + eps) ** -0.5 * weight
-    return normal if bias is None else normal + bias
+    return np.asarray(normal if bias is None else normal + bias)
 
 
 def rotate(x: Float64, positions: Sequence[int] | npt.NDArray[Any], rope: Rope) -> Float64:
@@ -39,6 +39,11 @@ def rotate(x: Float64, positions: Sequence[int] | npt.NDArray[Any], rope: Rope) 
     return result
 
 
+def angle_error(position: int) -> float:
+    """How far the float32 product of a position and a float32 frequency of up to 1 may be off."""
+    return position * 2.0**-23
+
+
 def sigmoid(x: Float64) -> Float64:
     return 0.5 * (1 + np.tanh(x / 2))
 
@@ -51,7 +56,7 @@ def gated_act(gate: Float64, up: Float64, kind: str) -> Float64:
         return np.asarray(gate * normal_cdf(gate) * up)
     if kind == "gelu_tanh":
         inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
-        return 0.5 * gate * (1 + np.tanh(inner)) * up
+        return np.asarray(0.5 * gate * (1 + np.tanh(inner)) * up)
     if kind == "relu":
         return np.where(gate > 0, gate, 0.0) * up
     assert kind == "swiglu_oai"
@@ -92,4 +97,4 @@ def attend(
             if sinks is not None:
                 total += np.exp(sinks[head] - top)
             output[row, head] = weights @ values[seen, key_head] / total
-    return output.reshape(count, -1)
+    return output.reshape(count, heads * values.shape[2])

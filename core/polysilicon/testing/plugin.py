@@ -20,8 +20,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="backend to judge: the name of an installed one, or a plugin module to import (a name "
-        "with a dot). May be repeated. Default: the setting polysilicon_backends.",
+        help="backend to judge: the name of an installed one, or MODULE:NAME for one that a module "
+        "supplies as a plugin would. May be repeated. Default: the setting polysilicon_backends.",
     )
     group.addoption(
         "--polysilicon-device",

@@ -26,9 +26,9 @@ MAGIC = b"GGUF"
 
 # Far above any real model, low enough that a hostile file costs seconds and megabytes.
 _MAX_KEYS = 1 << 16
-_MAX_TENSORS = 1 << 18
+_MAX_TENSORS = 1 << 16
 _MAX_STRINGS = 1 << 22
-_MAX_STRING_BYTES = 1 << 28
+_MAX_STRING_BYTES = 1 << 27
 _MAX_NAME_BYTES = (1 << 16) - 1
 _MAX_DIMENSIONS = 4
 _MIN_ALIGNMENT = 8

@@ -1,7 +1,8 @@
 """Random histories of the KV manager, held against a model that remembers what every slot holds.
 
-The model runs a step's copies and writes when it is submitted, which is what in-order execution amounts to, and
-keeps the set of pages that each step in flight touches, so that a page handed out too early is found as well.
+The model runs a step's copies and writes when it is submitted, which is what in-order execution
+amounts to, and keeps the set of pages that each step in flight touches, so that a page handed out
+too early is found as well.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ KINDS: dict[str, tuple[int | None, ...]] = {
     "hybrid, window first": (7, None, 2),
 }
 MAX_LENGTH = 40
+# Tokens that differ in the first, the last or every byte of their encoding.
+ALPHABET = (0, 1, 1 << 24, 0x01020304)
 
 
 @dataclass(eq=False)
@@ -57,14 +60,14 @@ class Simulation:
         *,
         windows: tuple[int | None, ...],
         page_size: int,
-        pages: int,
-        sequences: int = 4,
+        pages: tuple[int, ...],
+        sequences: int = 6,
         prefix_cache: bool = True,
         ample: bool = False,
     ) -> None:
         groups = [
-            GroupSpec(name=str(index), pages=max(2, pages + 2 * index), window=window)
-            for index, window in enumerate(windows)
+            GroupSpec(name=str(index), pages=count, window=window)
+            for index, (count, window) in enumerate(zip(pages, windows, strict=True))
         ]
         self.windows = windows
         self.size = page_size
@@ -120,7 +123,7 @@ class Simulation:
                 root_before, before = random.choice(self.cached)
                 tokens = before[: random.randint(0, len(before))]
                 root = root_before if random.random() < 0.8 else root
-            tokens = tokens + [random.randint(0, 2) for _ in range(random.randint(0, 12))]
+            tokens = tokens + [random.choice(ALPHABET) for _ in range(random.randint(0, 12))]
             tokens = tokens[: MAX_LENGTH - 1] or [0]
         reuse = random.random() < 0.9
         given = tokens if random.random() < 0.5 else np.array(tokens, np.int32)
@@ -178,11 +181,11 @@ class Simulation:
             if running not in self.running or random.random() < 0.2:
                 continue
             if running.computed == len(running.tokens) < MAX_LENGTH:
-                running.tokens.append(random.randint(0, 2))
+                running.tokens.append(random.choice(ALPHABET))
             behind = len(running.tokens) - running.computed
             if not behind:
                 continue
-            count = random.randint(1, behind)
+            count = random.randint(1, min(behind, random.choice([1, 4, MAX_LENGTH])))
             drafts = 0
             if count == behind:
                 drafts = random.randint(0, min(3, MAX_LENGTH - len(running.tokens)))
@@ -246,7 +249,9 @@ class Simulation:
         self.running.remove(running)
         pending = any(owner is running for owner, _ in self.copies)
         self.copies = [(owner, copy) for owner, copy in self.copies if owner is not running]
-        length = random.choice([running.computed, random.randint(running.committed, running.computed)])
+        length = random.choice(
+            [running.computed, random.randint(running.committed, running.computed)]
+        )
         self.kv.close(running.kv, running.tokens, length)
         if pending:
             length = length // self.size * self.size
@@ -313,15 +318,23 @@ def operate(simulation: Simulation, random: Random) -> None:
     simulation.check()
 
 
+def small_pool(random: Random, window: int | None, page_size: int) -> int:
+    """Pages for a group: from fewer than one sequence needs to enough for two or three."""
+    whole = -(-MAX_LENGTH // page_size)
+    if window is None:
+        return max(2, whole + random.choice([-whole // 2, 0, 2, whole]))
+    return 2 + -(-window // page_size) + random.choice([0, 1, 3, 8, whole])
+
+
 @pytest.mark.parametrize("page_size", [1, 3, 4, 16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_histories_in_small_pools(kind: str, page_size: int) -> None:
     random = Random(f"{kind} {page_size}")
     failed = hits = 0
-    whole = -(-MAX_LENGTH // page_size)
-    for pages in (whole // 2, whole + 2, whole + 20):
+    for _ in range(8):
+        pages = tuple(small_pool(random, window, page_size) for window in KINDS[kind])
         simulation = Simulation(windows=KINDS[kind], page_size=page_size, pages=pages)
-        for _ in range(150):
+        for _ in range(60):
             operate(simulation, random)
         simulation.drain(random)
         failed += simulation.counts["failed"]
@@ -334,7 +347,12 @@ def test_random_histories_in_small_pools(kind: str, page_size: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_with_room_enough_a_hit_is_the_longest_prefix(kind: str, page_size: int) -> None:
     random = Random(f"ample {kind} {page_size}")
-    simulation = Simulation(windows=KINDS[kind], page_size=page_size, pages=9000, ample=True)
+    simulation = Simulation(
+        windows=KINDS[kind],
+        page_size=page_size,
+        pages=(9000,) * len(KINDS[kind]),
+        ample=True,
+    )
     for _ in range(200):
         operate(simulation, random)
     simulation.drain(random)
@@ -346,7 +364,7 @@ def test_with_room_enough_a_hit_is_the_longest_prefix(kind: str, page_size: int)
 @pytest.mark.parametrize("kind", ["full", "window", "hybrid"])
 def test_random_histories_without_prefix_cache(kind: str, page_size: int) -> None:
     random = Random(f"plain {kind} {page_size}")
-    pages = 2 + -(-MAX_LENGTH // page_size)
+    pages = tuple(small_pool(random, window, page_size) for window in KINDS[kind])
     simulation = Simulation(
         windows=KINDS[kind], page_size=page_size, pages=pages, prefix_cache=False
     )
@@ -363,17 +381,18 @@ class Histories(RuleBasedStateMachine):
     @initialize(
         kind=st.sampled_from(sorted(KINDS)),
         page_size=st.sampled_from([1, 3, 4, 16]),
-        slack=st.integers(-8, 8),
-        sequences=st.integers(1, 4),
+        pools=st.integers(0, 2**32),
+        sequences=st.integers(1, 6),
         prefix_cache=st.sampled_from([True, True, True, False]),
     )
     def start(
-        self, kind: str, page_size: int, slack: int, sequences: int, prefix_cache: bool
+        self, kind: str, page_size: int, pools: int, sequences: int, prefix_cache: bool
     ) -> None:
+        random = Random(pools)
         self.simulation = Simulation(
             windows=KINDS[kind],
             page_size=page_size,
-            pages=1 + -(-MAX_LENGTH // page_size) + slack,
+            pages=tuple(small_pool(random, window, page_size) for window in KINDS[kind]),
             sequences=sequences,
             prefix_cache=prefix_cache,
         )

@@ -35,7 +35,7 @@ def draw(make: Make, logits: Any, **fields: Any) -> Any:
 
 
 def assert_drawn_from(tokens: Any, probabilities: Any) -> None:
-    """A chi-square test at one in a million; the seeds are fixed, so it passes or fails for good."""
+    """A chi-square test at one in a million. Seeds are fixed: it passes or fails for good."""
     seen = np.bincount(tokens, minlength=len(probabilities))
     possible = probabilities > 0
     assert seen[~possible].sum() == 0
@@ -60,7 +60,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "typical": ({"typical_p": 0.3}, only(LOGITS, [0, 5])),
     "top_k then top_p": ({"top_k": 3, "top_p": 0.75}, only(LOGITS, [3, 0])),
     "cuts come after temperature": ({"temperature": 4, "top_p": 0.3}, only(LOGITS / 4, [3, 0])),
-    "bias": ({"bias": {6: 4.0, 3: -1.0}}, LOGITS + [0, 0, 0, -1, 0, 0, 4]),
+    "bias": ({"bias": {6: 4.0, 3: -1.0}}, LOGITS + np.array([0, 0, 0, -1, 0, 0, 4])),
     "forbidding bias": ({"bias": {3: -np.inf}}, only(LOGITS, [0, 1, 2, 4, 5, 6])),
     "repetition": (
         {"repetition": 2, "counts": {3: 0, 1: 5, 4: 1}},
@@ -115,18 +115,19 @@ def test_choices_are_independent_of_each_other(sampling_batch: Make) -> None:
 
 def test_high_and_low_halves_of_a_seed_both_count(sampling_batch: Make) -> None:
     tokens = [
-        draw(sampling_batch, LOGITS, seed=seed).tolist() for seed in (5, 5 + 2**32, 5 * 2**32, 6)
+        draw(sampling_batch, LOGITS, seed=seed)[:100].tolist()
+        for seed in (5, 5 + 2**32, 5 * 2**32, 6)
     ]
     assert all(tokens[i] != tokens[j] for i in range(4) for j in range(i))
 
 
 def test_rare_tokens_of_a_large_vocabulary(sampling_batch: Make) -> None:
-    vocabulary = 3001
+    vocabulary = 1001
     logits = np.zeros(vocabulary, np.float32)
-    logits[17] = np.log(3000)
+    logits[17] = np.log(1000)
     tokens = draw(sampling_batch, logits, seed=12)
-    part = np.where(tokens == 17, 30, tokens // 101)
-    sizes = np.bincount(np.arange(vocabulary) // 101, minlength=31).astype(np.float64)
+    part = np.where(tokens == 17, 10, tokens // 101)
+    sizes = np.bincount(np.arange(vocabulary) // 101, minlength=11).astype(np.float64)
     sizes[17 // 101] -= 1
-    sizes[30] = 3000
-    assert_drawn_from(part, sizes / 6000)
+    sizes[10] = 1000
+    assert_drawn_from(part, sizes / 2000)

@@ -1,12 +1,12 @@
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence as Items
+from collections.abc import Callable
+from collections.abc import Sequence as Items
 
 import numpy as np
 import pytest
 
 from polysilicon.kv.manager import GroupSpec, KVManager
-from polysilicon.request import FinishReason
 from polysilicon.scheduler import Policy, Scheduler, Sequence, Step
 
 
@@ -108,9 +108,7 @@ class Simulation:
 
     def _complete(self) -> None:
         step, fence = self.in_flight.pop(0)
-        tokens = [
-            next_token(share.sequence.tokens) for share in step.scheduled if share.samples
-        ]
+        tokens = [next_token(share.sequence.tokens) for share in step.scheduled if share.samples]
         for sequence, _ in self.scheduler.complete(step, fence, np.array(tokens, np.int32)):
             if sequence.finish_reason is not None:
                 self.finished.append(sequence)
@@ -144,5 +142,3 @@ def simulate() -> Callable[..., Simulation]:
 @pytest.fixture
 def expected() -> Callable[[Items[int], int], list[int]]:
     return expected_output
-
-

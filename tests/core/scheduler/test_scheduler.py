@@ -1,3 +1,4 @@
+import itertools
 import random
 
 import numpy as np
@@ -42,7 +43,7 @@ def test_a_sequence_that_needs_its_last_token_waits_and_the_others_run_ahead(sim
             for share in step.scheduled
             if share.sequence is sequence
         ]
-        gaps = {after - before for before, after in zip(shares, shares[1:], strict=False)}
+        gaps = {after - before for before, after in itertools.pairwise(shares)}
         assert (gaps == {2}) if sequence is waits else (gaps == {1})
 
 

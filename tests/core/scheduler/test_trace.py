@@ -69,6 +69,5 @@ def test_everybody_is_served_in_bounded_time_and_prefixes_are_shared(simulate, p
 
 
 def blocks(prompt):
-    return [
-        tuple(prompt[start : start + BLOCK]) for start in range(0, len(prompt) // BLOCK * BLOCK, BLOCK)
-    ]
+    whole = len(prompt) // BLOCK
+    return [tuple(prompt[BLOCK * index : BLOCK * (index + 1)]) for index in range(whole)]

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
+
 from polysilicon.errors import ModelError
 from polysilicon.weights.checkpoint import open_checkpoint
-from safetensors.numpy import save_file
 
 VALUES = np.arange(4, dtype=np.float32)
 

@@ -11,6 +11,7 @@ import gguf
 import ml_dtypes
 import numpy as np
 import pytest
+
 from polysilicon.errors import ModelError
 from polysilicon.weights.encodings import Dense, GroupAffine
 from polysilicon.weights.files import TensorInfo

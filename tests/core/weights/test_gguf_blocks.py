@@ -8,6 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+
 from polysilicon.weights.encodings import Dense, GroupAffine, SuperScaled
 from polysilicon.weights.gguf import GGUFFile
 from polysilicon.weights.gguf_blocks import (

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from polysilicon.errors import ModelError
 from polysilicon.weights.gguf import GGUFFile
 

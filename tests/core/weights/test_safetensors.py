@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
 from polysilicon.errors import ModelError
 from polysilicon.weights.encodings import Dense
 from polysilicon.weights.files import TensorInfo
 from polysilicon.weights.safetensors import SafetensorsDirectory
-from safetensors.numpy import save_file
 
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 

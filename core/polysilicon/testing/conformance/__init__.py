@@ -1,4 +1,4 @@
 """The conformance kit: what every backend must pass. Run it with
 
-    pytest --pyargs polysilicon.testing.conformance --polysilicon-backend NAME
+pytest --pyargs polysilicon.testing.conformance --polysilicon-backend NAME
 """

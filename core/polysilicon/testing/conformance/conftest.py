@@ -6,7 +6,7 @@ import importlib
 import re
 import secrets
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -50,16 +50,16 @@ def backend(backend_name: str) -> Backend:
     """The backend under test, from an installed plugin or from a module."""
     if backend_name == "no-backend":
         pytest.fail(_NO_BACKEND, pytrace=False)
-    if "." in backend_name:
-        found: Backend
-        [found] = importlib.import_module(backend_name).polysilicon_backends()
-        return found
+    module, separator, name = backend_name.rpartition(":")
     plugins = load_plugins()
-    for candidate in plugins.backends:
-        if candidate.name == backend_name:
+    candidates: Sequence[Backend] = plugins.backends
+    if separator:
+        candidates = importlib.import_module(module).polysilicon_backends()
+    for candidate in candidates:
+        if candidate.name == name:
             return candidate
     record = plugins.record_of(backend_name)
-    known = ", ".join(candidate.name for candidate in plugins.backends)
+    known = ", ".join(candidate.name for candidate in candidates)
     why = f"{record.status.value}: {record.reason}" if record else f"there are {known}"
     pytest.fail(f"no backend is called {backend_name!r} ({why})", pytrace=False)
 
@@ -71,9 +71,7 @@ def open_device(
     """Opens the device under test, with options beside those of the command line; closes what it
     opened at the end."""
     index: int = request.config.getoption("polysilicon_device")
-    given = dict(
-        option.split("=", 1) for option in request.config.getoption("polysilicon_option")
-    )
+    given = dict(option.split("=", 1) for option in request.config.getoption("polysilicon_option"))
     opened: list[Device] = []
 
     def open_device(options: Mapping[str, str] | None = None) -> Device:
@@ -102,10 +100,7 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Random inputs of one test: fresh in every run, the same for a seed whatever else is run."""
     config = request.config
     given: int | None = config.getoption("polysilicon_seed")
-    if given is not None:
-        seed = given
-    else:
-        seed = config.stash.setdefault(_SEED, secrets.randbits(31))
+    seed = config.stash.setdefault(_SEED, secrets.randbits(31) if given is None else given)
     print(f"inputs: --polysilicon-seed {seed}")
     return np.random.default_rng([seed, zlib.crc32(request.node.name.encode())])
 

@@ -76,9 +76,7 @@ def test_group_float(kit: Kit, format: str, group: int | str, variant: str) -> N
 @pytest.mark.parametrize("format", ["f8_e4m3", "f8_e5m2"])
 def test_scale_blocks(kit: Kit, format: str, shape: tuple[int, int]) -> None:
     """Two-dimensional scale blocks, cut off at the edges."""
-    check_product(
-        kit, [encoded.group_float(kit.rng, shape, format, shape[1], block=(32, 64))]
-    )
+    check_product(kit, [encoded.group_float(kit.rng, shape, format, shape[1], block=(32, 64))])
 
 
 @pytest.mark.parametrize(
