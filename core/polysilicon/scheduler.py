@@ -226,7 +226,7 @@ class Scheduler:
             if not count:
                 continue
             fitting = self._grow(sequence, count)
-            if not fitting and not preempted and not self._reclaiming():
+            if not fitting and not preempted and not self.kv.reclaiming():
                 # Who comes last in order gives way; when that is this sequence, it waits.
                 victim = next(other for other in reversed(self.running) if other not in scheduled)
                 if victim is not sequence:
@@ -366,10 +366,6 @@ class Scheduler:
             and leader.finish_reason is None
             and leader.num_computed < leader.num_prompt
         )
-
-    def _reclaiming(self) -> bool:
-        """Whether pages that were freed will be there once a step in flight has ended."""
-        return any(usage.limbo for usage in self.kv.usage())
 
     def _available(self) -> int:
         """Pages that could be had at once, in the group that has fewest."""
