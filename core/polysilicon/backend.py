@@ -172,7 +172,7 @@ class Capabilities:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Shard:
     """The part of a weight that rank `rank` of `ranks` holds: equal slices of `rows` (outputs of
-    every fused part) or of `columns` (inputs)."""
+    every fused part) or of `columns` (inputs). A vector has rows only."""
 
     axis: str
     rank: int
@@ -180,7 +180,10 @@ class Shard:
 
 
 class Handle(Protocol):
-    """Weights placed on a device. parts: outputs (rows) of each fused part; nbytes: there."""
+    """Weights placed on a device. parts: outputs (rows) of each fused part; nbytes: there.
+
+    They are freed once nothing refers to the handle any more, or with the device.
+    """
 
     @property
     def parts(self) -> tuple[int, ...]: ...
@@ -263,7 +266,10 @@ class Pending(Protocol):
 
 
 class KVPool(ABC):
-    """The pages of one KV group on a device. Slot = page * page_size + offset."""
+    """The pages of one KV group on a device. Slot = page * page_size + offset.
+
+    Closing a pool twice does nothing; using a closed one raises `DeviceError`.
+    """
 
     spec: KVSpec
     pages: int
@@ -314,7 +320,8 @@ the pool's max_rank; the adapter's scaling is folded into B."""
 
 
 class AdapterPool(ABC):
-    """LoRA weights of up to `slots` adapters. Slot 0 is none and never written."""
+    """LoRA weights of up to `slots` adapters. Slot 0 is none and never written. Closing it twice
+    does nothing; using it when closed raises `DeviceError`."""
 
     spec: AdapterSpec
     slots: int
@@ -411,7 +418,8 @@ class Device(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything; pools, handles and programs of the device are closed with it."""
+        """Release everything; pools, handles and programs of the device are closed with it, and
+        using one of them, or the device, raises `DeviceError`. Closing it twice does nothing."""
 
 
 @runtime_checkable

@@ -190,11 +190,13 @@ class Ops(ABC):
         q `[T, H * Dh]`; k `[T, Hk * Dh]` and v `[T, Hk * Dv]`, or both None to attend to what the
         pool holds (KV shared with an earlier layer). Context index j of a sequence lies in page
         `page_table[s, j // page_size]`. Its position is j before this step's tokens, and
-        `batch.positions` for them. Visible: j below the step's tokens, or among them up to t itself
-        (`causal`) or as `batch.tree_mask` says; and, with a window, position above
-        `positions[t] - window`. A token's own K and V are read back as stored. Softmax in float32.
+        `batch.positions` for them. Visible: every j before the step's tokens; and of these, where
+        the batch has a tree mask, those it names, else those up to t itself, or all of the
+        sequence's without `causal`; and of both, with a window (`pool.spec.window`), only those
+        whose position is above `positions[t] - window`. A token's own K and V are read back as
+        stored. Softmax in float32.
         sinks: vector `[H]`; adds `exp(sink_h)` to the denominator (arXiv 2309.17453, gpt-oss).
-        A token that sees nothing gets zeros.
+        A token that sees nothing gets zeros, with sinks too.
         """
 
     @abstractmethod

@@ -156,14 +156,17 @@ class Policy:
 
 @dataclasses.dataclass
 class StepBudget:
-    """Tokens that one step may compute. Decodes are never held back, and at least one prefill token
-    runs beside them: a running stream goes on, and a waiting prompt comes nearer, in every step."""
+    """Tokens that one step may compute. Decodes are not held back by `limit`, and at least one
+    prefill token runs beside them: a running stream goes on, and a waiting prompt comes nearer, in
+    every step. Only `ceiling`, which the device has shown that it has no memory beyond, binds all.
+    """
 
     limit: int
+    ceiling: int = 2**31 - 1
     left: int = 0
 
     def start(self, decodes: int) -> None:
-        self.left = max(self.limit - decodes, 1)
+        self.left = min(max(self.limit - decodes, 1), self.ceiling - decodes)
 
 
 PROMPT_SCORE_ROWS = 128
@@ -215,12 +218,14 @@ class Scheduler:
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self.running:
-            (decodes if self._is_decode(sequence) else prefills).append(sequence)
+            if self._may_run(sequence):
+                (decodes if self._is_decode(sequence) else prefills).append(sequence)
+        del decodes[self.budget.ceiling :]
         self.budget.start(len(decodes))
         scheduled: dict[Sequence, Scheduled] = {}
         preempted = False
         for sequence in (*decodes, *prefills):
-            if sequence.kv is None or not self._may_run(sequence):
+            if sequence.kv is None:
                 continue
             count = 1 if self._is_decode(sequence) else self._chunk(sequence)
             if not count:
@@ -249,14 +254,11 @@ class Scheduler:
     def retract(self, step: Step) -> bool:
         """The device had no memory for the step: make the next one smaller. False when this was the
         smallest there is."""
-        smallest = len(step.scheduled) == 1 and step.num_tokens == 1
-        self.budget.limit = max(1, step.num_tokens // 2)
+        self.budget.ceiling = max(1, step.num_tokens // 2)
         for share in step.scheduled:
             if share.sequence.pending_copies:
                 self._preempt(share.sequence)
-        if self.budget.limit <= len(self.running) and len(self.running) > 1:
-            self._preempt(self.running[-1])
-        return not smallest
+        return step.num_tokens > 1
 
     def submitted(self, step: Step) -> int:
         """The step was submitted: advance its sequences. Returns the fence for `complete`."""

@@ -180,20 +180,25 @@ class Engine:
         began = time.perf_counter()
         submitted = self._submit()
         self.counts.core_seconds += time.perf_counter() - began
-        outputs, self._ended = self._ended, []
+        news: list[RequestOutput] = []
         if self._in_flight and (not submitted or len(self._in_flight) >= self._depth):
-            outputs.extend(self._collect())
-        return outputs
+            news = self._collect()
+        ended, self._ended = self._ended, []
+        return [*ended, *news]
 
     def add_adapter(self, name: str, weights: AdapterWeights) -> None:
         """Load a LoRA adapter under a name. Raises RequestError when the name or all slots are
-        taken."""
+        taken, and when the weights do not fit the model."""
         if name in self._adapters:
             raise RequestError(f"an adapter {name!r} is loaded already: remove it first")
         if not self._free_adapter_slots:
             raise RequestError("all adapter slots are taken: raise --max-adapters")
-        slot = self._free_adapter_slots.pop()
-        self.executor.write_adapter(slot, weights)
+        slot = self._free_adapter_slots[-1]
+        try:
+            self.executor.write_adapter(slot, weights)
+        except ValueError as error:
+            raise RequestError(f"adapter {name!r} does not fit the model: {error}") from error
+        self._free_adapter_slots.pop()
         digest = hashlib.sha256(name.encode())
         for target in sorted(weights):
             for part in weights[target]:

@@ -10,7 +10,7 @@ from polysilicon.request import Request, SamplingParams
 
 from .conftest import SMOLLM2, check_greedy, collect, fixture, generated
 
-TOKENS = 24
+TOKENS = 16
 
 
 def mixed_requests(cases):
@@ -21,8 +21,8 @@ def mixed_requests(cases):
         for index, case in enumerate(cases)
     ]
     beside = [
-        SamplingParams(temperature=1.5, seed=7, max_tokens=40),
-        SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=30, logprobs=5),
+        SamplingParams(temperature=1.5, seed=7, max_tokens=20),
+        SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=20, logprobs=5),
         SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=10, prompt_logprobs=3),
     ]
     prompts = [cases[1]["ids"], cases[2]["ids"], cases[1]["ids"][:9]]

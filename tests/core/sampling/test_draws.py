@@ -63,8 +63,8 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "bias": ({"bias": {6: 4.0, 3: -1.0}}, LOGITS + np.array([0, 0, 0, -1, 0, 0, 4])),
     "forbidding bias": ({"bias": {3: -np.inf}}, only(LOGITS, [0, 1, 2, 4, 5, 6])),
     "repetition": (
-        {"repetition": 2, "counts": {3: 0, 1: 5, 4: 1}},
-        [1.5, -1.0, 0.3, 1.0, 0.0, 1.1, -2.0],
+        {"repetition": 2, "counts": {3: 0, 1: 5, 4: 1, 2: 1}},
+        [1.5, -1.0, 0.15, 1.0, 0.0, 1.1, -2.0],
     ),
     "presence": (
         {"presence": 0.8, "counts": {3: 2, 0: 0, 6: 1}},

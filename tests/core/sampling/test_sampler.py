@@ -273,6 +273,7 @@ def test_log_probabilities(sampling_batch: Make) -> None:
     logits[3, 5:] = -np.inf
     logits[4] = 7
     logits[5, ::2] = 3e38
+    logits[6] = np.round(logits[6] / 4)  # many equals
     targets = np.array([-1, 0, 100, 50, 7, 0, -1, 3, 3])
     batch = sampling_batch(
         9,
@@ -284,7 +285,7 @@ def test_log_probabilities(sampling_batch: Make) -> None:
         repetition=1.5,
         targets=targets,
         logprobs=True,
-        top_logprobs=6,
+        top_logprobs=60,
     )
     given = logits.copy()
     out = sample_on_host(logits, batch)
@@ -304,7 +305,7 @@ def test_log_probabilities(sampling_batch: Make) -> None:
             np.testing.assert_allclose(out.logprobs[row], expected[row, out.tokens[row]], **close)
         target = 0.0 if targets[row] < 0 else expected[row, targets[row]]
         np.testing.assert_allclose(out.target_logprobs[row], target, **close)
-        by_size = sorted(range(101), key=lambda token: (-logits[row, token], token))[:6]
+        by_size = sorted(range(101), key=lambda token: (-logits[row, token], token))[:60]
         assert out.top_ids[row].tolist() == by_size
         np.testing.assert_allclose(out.top_logprobs[row], expected[row, by_size], **close)
 
@@ -333,6 +334,8 @@ def test_the_lower_id_comes_first_among_equals(sampling_batch: Make) -> None:
         ({"typical_p": 0.3}, {1, 2}),
         ({"typical_p": 0.9}, {0, 1, 2, 3, 4, 5}),
         ({"top_k": 3, "top_p": 0.5}, {1, 2}),
+        ({"top_k": 4, "top_p": 0.5}, {1, 2}),  # exactly half
+        ({"top_k": 4, "typical_p": 0.75}, {1, 2, 4}),
     ):
         batch = sampling_batch(300, position=np.arange(300), **fields)
         assert set(sample_on_host(rows, batch).tokens.tolist()) == support

@@ -185,6 +185,21 @@ def test_gated_act_saturates(kit: Kit, kind: str) -> None:
     assert_close(actual, oracles.gated_act(gate_values, up_values, kind), kit.bound)
 
 
+def test_swiglu_oai_bounds_gates_from_above_only(kit: Kit) -> None:
+    """Gates below -7, where the product is small but not what it is at -7."""
+    gate, gate_values = kit.dense(np.array([[-7.5, -7.25, -7.375]], np.float32))
+    up, up_values = kit.dense(np.full((1, 3), 7, np.float32))
+    [actual] = kit.evaluate(
+        lambda ops, batch: ops.gated_act(
+            ops.embed(gate, batch.tokens), ops.embed(up, batch.tokens), "swiglu_oai"
+        ),
+        kit.rows([0]),
+    )
+    # The exponential of an argument near 13 magnifies the argument's rounding.
+    expected = oracles.gated_act(gate_values, up_values, "swiglu_oai")
+    assert_close(actual, expected, 7 * kit.bound)
+
+
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize(("head", "dim"), [(64, 64), (64, 16), (80, 32), (128, 128), (6, 2)])
 @pytest.mark.parametrize("heads", [1, 3])

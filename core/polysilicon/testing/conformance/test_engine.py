@@ -16,6 +16,7 @@ from polysilicon.testing.engine_bench import (
     greedy,
     mixed_requests,
     random_prompt,
+    small_page_size,
 )
 from polysilicon.testing.kit import Kit
 from polysilicon.testing.tiny_models import TinyModel, tiny_gemma, tiny_llama
@@ -88,24 +89,20 @@ def test_preemption(
     kit: Kit, model: Models, tmp_path: Path, prefix_cache: bool, run_ahead: bool
 ) -> None:
     """Pages for little more than one sequence, while each grows by three pages."""
-    sizes = [size for size in kit.capabilities.page_sizes if size <= 32]
-    if not sizes:
-        pytest.skip(
-            "declares no page size up to 32: no sequence of a tiny model outgrows its pages"
-        )
-    bench = EngineBench(kit.device, model(), tmp_path, page_size=sizes[0])
-    drawn = {"temperature": 0.8, "seed": 5}
+    size = small_page_size(kit.device)
+    bench = EngineBench(kit.device, model(), tmp_path, page_size=size)
+    kinds = [greedy(3 * size, logprobs=1), greedy(3 * size, temperature=0.8, seed=5)]
     requests = [
         Request(
             id=f"growing-{index}",
             prompt=random_prompt(kit.rng, 10 + index),
-            params=greedy(3 * sizes[0], **(drawn if index % 2 else {})),
+            params=kinds[index % 2],
             priority=index % 3,
         )
         for index in range(6)
     ]
     engine = bench.engine(
-        pages=bench.pages_for(15 + 3 * sizes[0]) + 2,
+        pages=bench.pages_for(15 + 3 * size) + 2,
         prefix_cache=prefix_cache,
         step_tokens=24,
         run_ahead=run_ahead,

@@ -15,6 +15,7 @@ from polysilicon.testing.engine_bench import (
     mixed_requests,
     random_prompt,
     skip_without_adapters,
+    small_page_size,
 )
 from polysilicon.testing.kit import Kit
 from polysilicon.testing.tiny_models import VOCABULARY, tiny_gemma, tiny_llama
@@ -26,7 +27,7 @@ def bench(kit: Kit, tmp_path: Path) -> EngineBench:
 
 
 def test_choices_share_their_prompt(kit: Kit, bench: EngineBench) -> None:
-    """Each choice draws with its own index; all but the first find the prompt in the cache."""
+    """Each choice draws with its own index; all but the first find the prompt's pages cached."""
     params = greedy(8, n=4, temperature=1.0, seed=99, logprobs=1)
     requests = [
         *mixed_requests(kit.rng)[:3],
@@ -35,12 +36,8 @@ def test_choices_share_their_prompt(kit: Kit, bench: EngineBench) -> None:
     ]
     for step_tokens in (16, 512):
         answers = bench.serve(requests, step_tokens=step_tokens)
-        assert [answers["choices", choice].num_cached_tokens for choice in range(4)] == [
-            0,
-            49,
-            49,
-            49,
-        ]
+        cached = [answers["choices", choice].num_cached_tokens for choice in range(4)]
+        assert cached == [0] + 3 * [49 - 49 % bench.page_size]
         assert len({tuple(answers["choices", choice].ids) for choice in range(4)}) > 1
     bench.check_power()
 
@@ -61,7 +58,7 @@ def test_sampling_parameters(
         "drawn-penalties": greedy(
             12, temperature=1.0, seed=3, frequency_penalty=2.0, allowed_token_ids=few[:4]
         ),
-        "bias": greedy(8, logit_bias={token: 6.0 for token in few}),
+        "bias": greedy(8, logit_bias=dict.fromkeys(few, 6.0)),
         "drawn-bias": greedy(8, temperature=0.9, seed=4, top_k=8, logit_bias={few[0]: 5.0}),
         "allowed": greedy(8, allowed_token_ids=few[:3]),
         "one-allowed": greedy(4, temperature=1.0, seed=5, allowed_token_ids=few[:1]),
@@ -132,12 +129,33 @@ def test_prompt_logprobs(kit: Kit, bench: EngineBench) -> None:
         assert not answers["score-and-go-on", 1].prompt_logprobs
 
 
+def test_prompt_logprobs_after_preemption(kit: Kit, tmp_path: Path) -> None:
+    """A prompt that is computed twice, because its pages were taken half-way, is scored once."""
+    size = small_page_size(kit.device)
+    bench = EngineBench(kit.device, tiny_llama(), tmp_path, page_size=size)
+    requests = [
+        Request(id="first", prompt=random_prompt(kit.rng, 10), params=greedy(2 * size)),
+        Request(
+            id="scored",
+            prompt=random_prompt(kit.rng, 2 * size + 10),
+            params=greedy(4, prompt_logprobs=1),
+            priority=1,
+        ),
+    ]
+    engine = bench.engine(pages=bench.pages_for(2 * size + 14), step_tokens=4)
+    bench.judge(requests, bench.run(engine, requests))
+    assert engine.scheduler.num_preemptions
+    bench.close(engine)
+    bench.check_power()
+
+
 def test_adapters(kit: Kit, tmp_path: Path) -> None:
     """Two adapters and none in one batch, and prompts that another adapter has cached."""
     skip_without_adapters(kit.device)
     for model in (tiny_llama(), tiny_gemma()):
         bench = EngineBench(kit.device, model, tmp_path / model.name)
-        bench.adapters = {name: model.adapter(kit.rng) for name in ("first", "second")}
+        for new in ("first", "second"):
+            bench.set_adapter(new, model.adapter(kit.rng))
         names = (None, "first", "second")
         requests = mixed_requests(kit.rng, names)
         bench.serve(requests, step_tokens=40)
@@ -151,18 +169,15 @@ def test_adapters(kit: Kit, tmp_path: Path) -> None:
                 answers = bench.run(engine, [request])
                 bench.judge([request], answers)
                 assert answers[request.id, 0].num_cached_tokens == cached
-        for name, cached in (("first", None), ("second", "first")):
-            engine.remove_adapter(name)
-            del bench.adapters[name]
-            bench.adapters["third"] = model.adapter(kit.rng)
-            engine.add_adapter("third", bench.adapters["third"])
-            request = Request(id="third", prompt=prompt, params=greedy(6), adapter="third")
+        # Others in the slots of those that were removed, one of them under the same name.
+        for old, new in (("second", "third"), ("first", "first")):
+            engine.remove_adapter(old)
+            bench.set_adapter(new, model.adapter(kit.rng))
+            engine.add_adapter(new, bench.adapters[new])
+            request = Request(id=f"new-{new}", prompt=prompt, params=greedy(6), adapter=new)
             answers = bench.run(engine, [request])
-            assert answers["third", 0].num_cached_tokens == 0, f"cached under {cached}"
-            bench._logits.clear()
+            assert answers[request.id, 0].num_cached_tokens == 0
             bench.judge([request], answers)
-            engine.remove_adapter("third")
-            del bench.adapters["third"]
         bench.close(engine)
         bench.check_power()
 

@@ -38,12 +38,13 @@ def random_rows(
 
 
 def random_mask(kit: Kit, rows: int, vocabulary: int) -> npt.NDArray[np.uint32]:
-    """Half of the ids, but for one row with a single one. Bits past the vocabulary are set too."""
+    """About half of the ids, one at least, and in the last row only that one. Bits past the
+    vocabulary are set too."""
     words = -(-vocabulary // 32)
     mask = kit.rng.integers(0, 2**32, (rows, words), np.uint32)
-    only = int(kit.rng.integers(vocabulary))
     mask[-1] = 0
-    mask[-1, only // 32] = np.uint32(1 << only % 32)
+    only = kit.rng.integers(0, vocabulary, rows)
+    mask[np.arange(rows), only // 32] |= np.left_shift(np.uint32(1), (only % 32).astype(np.uint32))
     return mask
 
 
@@ -74,7 +75,8 @@ class Sampled:
         drawn = batch.draw.copy()
         if not exact:
             drawn &= self.stable(batch, expected)
-            assert drawn.sum() >= 0.7 * batch.draw.sum(), "too few rows are clear of ties"
+            enough = np.count_nonzero(batch.draw) // 4
+            assert np.count_nonzero(drawn) >= enough, "too few rows are clear of ties"
         assert actual.tokens.dtype == np.int32
         assert np.array_equal(actual.tokens[drawn], expected.tokens[drawn])
         self.check_reports(batch, drawn, actual, expected)
@@ -253,7 +255,7 @@ def test_logprobs(
 def test_top_logprobs_of_equals(kit: Kit) -> None:
     """The lower id first."""
     logits = np.zeros((2, 70), np.float32)
-    logits[1, 5:70:64] = 1
+    logits[1, 5], logits[1, 69] = 1, 1
     actual = Sampled(kit, logits).check(sampling(2, top_logprobs=4), exact=True)
     assert actual.top_ids is not None
     assert actual.top_ids.tolist() == [[0, 1, 2, 3], [5, 69, 0, 1]]
@@ -262,7 +264,7 @@ def test_top_logprobs_of_equals(kit: Kit) -> None:
 def test_targets(kit: Kit, sampled: Sampled) -> None:
     """Prompt log-probabilities: rows that draw nothing, some without a target."""
     rows, vocabulary = sampled.logits.shape
-    targets = kit.rng.integers(-1, vocabulary, rows).astype(np.int32)
+    targets = np.array(kit.rng.integers(-1, vocabulary, rows), np.int32)
     targets[0] = -1
     actual = sampled.check(sampling(rows, draw=False, targets=targets))
     assert actual.target_logprobs is not None
