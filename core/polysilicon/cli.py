@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from polysilicon.commands.backends import backends
+from polysilicon.commands.bench import bench
 from polysilicon.commands.chat import chat
 from polysilicon.commands.lines import generate, score, tokenize
 from polysilicon.commands.plugins import plugins
@@ -50,6 +51,7 @@ app.command()(pull)
 app.command()(tokenize)
 app.command()(score)
 app.command()(generate)
+app.add_typer(bench, name="bench")
 app.command()(plugins)
 app.command()(backends)
 

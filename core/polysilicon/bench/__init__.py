@@ -1,0 +1,1 @@
+"""Measuring the engine under made loads."""
