@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -58,6 +59,7 @@ app.command()(backends)
 
 def main() -> None:
     """Run the command line of this process and exit."""
+    _mend_streams()
     sys.exit(run(sys.argv[1:]))
 
 
@@ -74,10 +76,28 @@ def run(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 130
     except BrokenPipeError:
-        # Whoever read our output has gone; what is still buffered must not fail at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 1
+    except OSError as error:
+        _drop_output()
+        return _fail(f"{error.filename or 'standard output'}: {error.strerror}", 1)
     return status if isinstance(status, int) else 0
+
+
+def _mend_streams() -> None:
+    """Let the commands rely on the three streams: a closed one is empty, and text that does not fit
+    into an encoding is replaced."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    for stream in (sys.stdin, sys.stdout):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _drop_output() -> None:
+    """Nobody takes our output any more: what is still buffered must not fail at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, status: int) -> int:

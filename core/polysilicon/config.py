@@ -41,7 +41,7 @@ def _pairs(value: object) -> object:
     for item in value:
         key, equals, text = str(item).partition("=")
         if not equals or not key:
-            raise ValueError(f"write KEY=VALUE, not {item!r}")
+            raise ValueError("write KEY=VALUE")
         pairs[key.strip()] = text.strip()
     return pairs
 

@@ -11,11 +11,11 @@ import typer
 
 from polysilicon.chat import ChatTemplate
 from polysilicon.commands.options import configured
-from polysilicon.commands.session import ENGINE_FIELDS, Timing, sampling, session
+from polysilicon.commands.session import ENGINE_FIELDS, sampling, session, stream
 from polysilicon.config import SAMPLING_FIELDS, Config
 from polysilicon.engine.loading import Loaded
-from polysilicon.errors import ConfigError, RequestError
-from polysilicon.request import FinishReason, Request
+from polysilicon.errors import ConfigError
+from polysilicon.request import Request
 
 
 @configured(ENGINE_FIELDS | (SAMPLING_FIELDS - {"n"}) | {"chat_template"})
@@ -71,16 +71,4 @@ def _answer(loaded: Loaded, config: Config, prompt: str, request_id: str, stats:
         prompt=tuple(ids),
         params=sampling(config, loaded, max_tokens=None),
     )
-    timing = Timing()
-    text = ""
-    for output in loaded.client.generate([request]):
-        timing.take(output)
-        text += output.text
-        sys.stdout.write(output.text)
-        sys.stdout.flush()
-        if output.finish_reason is FinishReason.ERROR:
-            raise RequestError(output.error or "the engine failed")
-    sys.stdout.write("\n")
-    if stats:
-        print(timing.line(len(ids)), file=sys.stderr)
-    return text
+    return stream(loaded, request, stats=stats)

@@ -193,7 +193,7 @@ def submit(loaded: Loaded, request: Request, place: str) -> None:
 
 
 def write_line(line: Line) -> None:
-    sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
+    sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
 

@@ -8,10 +8,10 @@ from typing import Annotated
 import typer
 
 from polysilicon.commands.options import configured
-from polysilicon.commands.session import ENGINE_FIELDS, Timing, sampling, session
+from polysilicon.commands.session import ENGINE_FIELDS, sampling, session, stream
 from polysilicon.config import SAMPLING_FIELDS, Config
 from polysilicon.errors import ConfigError, RequestError
-from polysilicon.request import FinishReason, Request
+from polysilicon.request import Request
 
 
 @configured(ENGINE_FIELDS | (SAMPLING_FIELDS - {"n"}))
@@ -40,14 +40,4 @@ def run(
         if not ids:
             raise RequestError("the prompt is empty: write some text")
         params = sampling(config, loaded, max_tokens=128)
-        timing = Timing()
-        request = Request(id="run", prompt=tuple(ids), params=params)
-        for output in loaded.client.generate([request]):
-            timing.take(output)
-            sys.stdout.write(output.text)
-            sys.stdout.flush()
-            if output.finish_reason is FinishReason.ERROR:
-                raise RequestError(output.error or "the engine failed")
-        sys.stdout.write("\n")
-        if stats:
-            print(timing.line(len(ids)), file=sys.stderr)
+        stream(loaded, Request(id="run", prompt=tuple(ids), params=params), stats=stats)

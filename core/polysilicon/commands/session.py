@@ -12,7 +12,8 @@ from polysilicon import progress
 from polysilicon.catalogue import resolve_model
 from polysilicon.config import SAMPLING_FIELDS, Config
 from polysilicon.engine.loading import Loaded, load
-from polysilicon.request import RequestOutput, SamplingParams
+from polysilicon.errors import RequestError
+from polysilicon.request import FinishReason, Request, RequestOutput, SamplingParams
 from polysilicon.weights.safetensors import SafetensorsDirectory
 
 ENGINE_FIELDS = frozenset(Config.model_fields) - SAMPLING_FIELDS - {"model", "chat_template"}
@@ -50,8 +51,29 @@ def sampling_defaults(loaded: Loaded) -> dict[str, float | int]:
 
 
 def sampling(config: Config, loaded: Loaded, *, max_tokens: int | None) -> SamplingParams:
-    """Sampling parameters of the command line over the model's defaults."""
-    return config.sampling(**{"max_tokens": max_tokens} | sampling_defaults(loaded))
+    """Sampling parameters of the command line over the model's defaults, for one answer: a
+    configuration file's `n` is for `generate`."""
+    params = config.sampling(**{"max_tokens": max_tokens} | sampling_defaults(loaded))
+    return dataclasses.replace(params, n=1)
+
+
+def stream(loaded: Loaded, request: Request, *, stats: bool) -> str:
+    """Write a request's text to stdout as it comes, and with `stats` its times to stderr; returns
+    the text. Raises RequestError when the engine fails."""
+    timing = Timing()
+    text = ""
+    for output in loaded.client.generate([request]):
+        timing.take(output)
+        text += output.text
+        sys.stdout.write(output.text)
+        sys.stdout.flush()
+        if output.finish_reason is FinishReason.ERROR:
+            raise RequestError(output.error or "the engine failed")
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    if stats:
+        print(timing.line(len(request.prompt)), file=sys.stderr)
+    return text
 
 
 @dataclasses.dataclass

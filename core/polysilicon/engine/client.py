@@ -26,6 +26,10 @@ class EngineLink(Protocol):
     def close(self) -> None: ...
 
 
+_BROKEN_OFF = (FinishReason.CANCELLED, FinishReason.ERROR)
+"""Reasons that stand, even where the last of the text completes a stop text."""
+
+
 class _ChoiceText:
     """The text of one choice as its tokens come."""
 
@@ -50,7 +54,7 @@ class _ChoiceText:
             text += self.detokenizer.flush()
         if self.num_tokens >= self.min_tokens:
             text = self.stops.push(text)
-        if self.stops.matched is not None:
+        if self.stops.matched is not None and output.finish_reason not in _BROKEN_OFF:
             return dataclasses.replace(
                 output,
                 text=text,

@@ -199,12 +199,7 @@ class Engine:
         except ValueError as error:
             raise RequestError(f"adapter {name!r} does not fit the model: {error}") from error
         self._free_adapter_slots.pop()
-        digest = hashlib.sha256(name.encode())
-        for target in sorted(weights):
-            for part in weights[target]:
-                for matrix in part or ():
-                    digest.update(np.ascontiguousarray(matrix, np.float32).tobytes())
-        self._adapters[name] = (slot, digest.hexdigest())
+        self._adapters[name] = (slot, _adapter_identity(name, weights))
 
     def remove_adapter(self, name: str) -> None:
         """Unload an adapter. Raises RequestError while requests use it."""
@@ -332,6 +327,17 @@ class Engine:
         rest.remove(sequence)
         if not rest:
             del self._requests[choice.request.id]
+
+
+def _adapter_identity(name: str, weights: AdapterWeights) -> str:
+    """What cached KV is named by: the name, and every matrix with the place that it changes."""
+    digest = hashlib.sha256(name.encode())
+    for target in sorted(weights):
+        for index, part in enumerate(weights[target]):
+            for matrix in part or ():
+                digest.update(repr((target, index, matrix.shape)).encode())
+                digest.update(np.ascontiguousarray(matrix, np.float32).tobytes())
+    return digest.hexdigest()
 
 
 def _top(result: SampledTokens, row: int, count: int) -> tuple[tuple[int, float], ...]:

@@ -11,11 +11,11 @@ from polysilicon.engine.client import Client
 from polysilicon.engine.engine import Engine
 from polysilicon.engine.executor import ModelExecutor
 from polysilicon.engine.memory import context_capacity, plan_pages
-from polysilicon.errors import ConfigError
+from polysilicon.errors import ConfigError, ModelError, PluginError
 from polysilicon.kv import GroupSpec, KVManager
 from polysilicon.models.loading import load_model
 from polysilicon.models.model import Model
-from polysilicon.plugins import load_plugins
+from polysilicon.plugins import describe_exception, load_plugins
 from polysilicon.progress import Progress, no_progress
 from polysilicon.selection import Selection, select_backend
 from polysilicon.tokenizer import Tokenizer
@@ -96,6 +96,11 @@ def open_device(config: Config, selection: Selection) -> Device:
         device = selection.backend.open(config.device, options)
     except ValueError as error:
         raise ConfigError(f"backend {selection.name}: {error}") from error
+    except Exception as error:
+        raise PluginError(
+            f"backend {selection.name} cannot open device {config.device}: "
+            f"{describe_exception(error)}"
+        ) from error
     if config.deterministic and not device.capabilities.deterministic:
         device.close()
         raise ConfigError(
@@ -130,16 +135,6 @@ def build_engine(
             "(--kv-memory, --kv-pages)"
         )
         max_length = capacity
-    kv = KVManager(
-        groups=[
-            GroupSpec(name=spec.name, pages=count, window=spec.window)
-            for spec, count in zip(specs, pages, strict=True)
-        ],
-        page_size=specs[0].page_size,
-        max_sequences=config.max_sequences,
-        max_length=max_length,
-        prefix_cache=config.prefix_cache,
-    )
     try:
         executor = ModelExecutor(
             device=device,
@@ -150,8 +145,21 @@ def build_engine(
             max_adapters=max_adapters,
             max_adapter_rank=max_adapter_rank,
         )
-    except OutOfMemory as error:
-        raise ConfigError(f"the KV cache does not fit: {error}; lower --kv-memory") from error
+        kv = KVManager(
+            groups=[
+                GroupSpec(name=spec.name, pages=count, window=spec.window)
+                for spec, count in zip(specs, pages, strict=True)
+            ],
+            page_size=specs[0].page_size,
+            max_sequences=config.max_sequences,
+            max_length=max_length,
+            prefix_cache=config.prefix_cache,
+        )
+    except (OutOfMemory, MemoryError) as error:
+        raise ConfigError(
+            f"the KV cache does not fit: {error}; lower --kv-memory, --kv-pages, --max-sequences "
+            "or --max-length"
+        ) from error
     engine = Engine(
         executor=executor,
         kv=kv,
