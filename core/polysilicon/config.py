@@ -96,7 +96,9 @@ class Config(BaseModel):
     kv_pages: int | None = Field(default=None, ge=2, description="Pages of the KV cache, exactly.")
     prefix_cache: bool = Field(default=True, description="Reuse the KV of prompts seen before.")
     max_length: int | None = Field(default=None, ge=1, description="Most tokens of a sequence.")
-    max_sequences: int = Field(default=64, ge=1, description="Most sequences that run at once.")
+    max_sequences: int = Field(
+        default=64, ge=1, le=1 << 16, description="Most sequences that run at once."
+    )
     step_tokens: int = Field(default=512, ge=1, description="Most tokens computed in a step.")
     deterministic: bool = Field(
         default=False, description="Results bitwise independent of batching, where the backend can."

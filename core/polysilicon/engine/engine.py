@@ -192,7 +192,7 @@ class Engine:
         if name in self._adapters:
             raise RequestError(f"an adapter {name!r} is loaded already: remove it first")
         if not self._free_adapter_slots:
-            raise RequestError("all adapter slots are taken: raise --max-adapters")
+            raise RequestError("all adapter slots are taken: remove an adapter first")
         slot = self._free_adapter_slots[-1]
         try:
             self.executor.write_adapter(slot, weights)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
 
-from polysilicon.backend import KV_DTYPES, Capabilities, Device, KVSpec, OutOfMemory
+from polysilicon.backend import KV_DTYPES, Capabilities, Device, DeviceError, KVSpec, OutOfMemory
 from polysilicon.config import Config
 from polysilicon.engine.client import Client
 from polysilicon.engine.engine import Engine
@@ -55,25 +56,36 @@ def load(config: Config, path: Path, *, progress: Progress = no_progress) -> Loa
     """
     plugins = load_plugins(config.block_plugins)
     selection = select_backend(plugins, config.backend)
-    checkpoint = open_checkpoint(path)
-    tokenizer = load_tokenizer(checkpoint)
-    device = open_device(config, selection)
-    with progress(f"loading {path.name}") as advance:
-        model = load_model(
-            checkpoint,
-            device,
-            max_length=config.max_length,
-            progress=advance,
-            added=plugins.architectures,
-        )
-    engine, notes = build_engine(
-        config,
-        device,
-        model,
-        # Rotary scalings that depend on the context are settled by the length loaded for.
-        identity=f"{checkpoint.fingerprint()}/{model.config.max_length}",
-        eos_ids=tokenizer.eos_ids,
-    )
+    with contextlib.ExitStack() as undo:
+        checkpoint = undo.enter_context(open_checkpoint(path))
+        tokenizer = load_tokenizer(checkpoint)
+        device = open_device(config, selection)
+        undo.callback(device.close)
+        try:
+            with progress(f"loading {path.name}") as advance:
+                model = load_model(
+                    checkpoint,
+                    device,
+                    max_length=config.max_length,
+                    progress=advance,
+                    added=plugins.architectures,
+                )
+            engine, notes = build_engine(
+                config,
+                device,
+                model,
+                # Rotary scalings that depend on the context are settled by the length loaded for.
+                identity=f"{checkpoint.fingerprint()}/{model.config.max_length}",
+                eos_ids=tokenizer.eos_ids,
+            )
+        except (OutOfMemory, MemoryError) as error:
+            raise ModelError(
+                f"{path} does not fit into the memory of backend {selection.name}: {error}. "
+                "Choose a smaller model or quantisation, or another device."
+            ) from error
+        except DeviceError as error:
+            raise PluginError(f"backend {selection.name} failed: {error}") from error
+        undo.pop_all()
     chosen = f"backend {selection.name} on {selection.devices[config.device].name}"
     return Loaded(
         client=Client(engine, tokenizer),

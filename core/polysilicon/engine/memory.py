@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from polysilicon.backend import KVSpec
 from polysilicon.errors import ConfigError
 
+MAX_SLOTS = (1 << 31) - 1
+"""Slots of a pool are numbered in int32."""
+
 
 def sequence_pages(spec: KVSpec, length: int, step_tokens: int) -> int:
     """Pages that one sequence of `length` tokens holds at most: all of them, or with a window those
@@ -47,7 +50,7 @@ def plan_pages(
         )
 
     page = max(spec.page_size for spec in specs)
-    low, high = 0, max_sequences * -(-max_length // page)
+    low, high = 0, min(max_sequences * -(-max_length // page), MAX_SLOTS // page - 1)
     while low < high:
         middle = -(-(low + high) // 2)
         if size(middle * page) <= budget:

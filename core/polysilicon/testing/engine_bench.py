@@ -385,7 +385,7 @@ def mixed_requests(
 
 
 def small_page_size(device: Device) -> int:
-    """A page size that a sequence of a tiny model outgrows more than once, and not at every token."""
+    """A page size that a sequence of a tiny model outgrows repeatedly, not at every token."""
     sizes = [size for size in device.capabilities.page_sizes if 4 <= size <= 32]
     if not sizes:
         pytest.skip("declares no page size from 4 to 32, which sequences of a tiny model outgrow")

@@ -249,19 +249,25 @@ def test_news_survive_the_loss_of_the_device(
     assert not engine.has_work
 
 
-def test_streams_share_a_device_that_takes_fewer_than_there_are(bench: EngineBench) -> None:
-    """With decodes alone above what fits, some wait; nothing turns in circles."""
-    engine = bench.engine()
-    step = engine.executor.step
+@pytest.mark.parametrize("run_ahead", [True, False])
+def test_streams_share_a_device_that_takes_fewer_than_there_are(
+    bench: EngineBench, run_ahead: bool
+) -> None:
+    """Where decodes alone are more than fits some of them wait; sizes that failed are not tried
+    over and over."""
+    engine = bench.engine(run_ahead=run_ahead)
+    step, refused = engine.executor.step, []
 
     def limited(batch: Any, *rest: Any) -> Any:
         if len(batch.tokens) > 3:
+            refused.append(len(batch.tokens))
             raise OutOfMemory("no more than 3 tokens fit")
         return step(batch, *rest)
 
     engine.executor.step = limited  # type: ignore[method-assign]
     requests = [request((index,), id=f"{index}", max_tokens=5) for index in range(8)]
     bench.judge(requests, bench.run(engine, requests))
+    assert refused == [8, 4]
     engine.close()
 
 
