@@ -69,7 +69,8 @@ class ChatTemplate:
 
         Raises TemplateError where the model has neither.
         """
-        source = source or tokenizer.chat_template
+        if source is None:
+            source = tokenizer.chat_template
         if source is None:
             if (
                 tokenizer.token_id("<|im_start|>") is None

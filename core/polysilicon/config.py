@@ -81,9 +81,15 @@ class Config(BaseModel):
     backend: str = Field(
         default="auto", description="Backend to run on; auto takes the first that can."
     )
+    executor: str = Field(
+        default="auto",
+        description="native runs model definitions on the backend, llamacpp runs GGUF files "
+        "whole; auto takes llamacpp for architectures that only it knows.",
+    )
     device: int = Field(default=0, ge=0, description="Index of the device.")
     backend_option: Annotated[dict[str, str], BeforeValidator(_option_texts)] = Field(
-        default_factory=dict, description="Option of the backend, KEY=VALUE; may be repeated."
+        default_factory=dict,
+        description="Option of the backend or executor, KEY=VALUE; may be repeated.",
     )
     block_plugins: tuple[str, ...] = Field(
         default=(), description="Plugin not to load; may be repeated."

@@ -15,6 +15,7 @@ from polysilicon.backend import PROJECT
 
 if TYPE_CHECKING:
     from polysilicon.backend import Backend
+    from polysilicon.executor import ExecutorProvider
     from polysilicon.models.architecture import Architecture
 
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -32,3 +33,12 @@ def polysilicon_backends() -> Sequence[Backend]:  # type: ignore[empty-body]
 @hookspec
 def polysilicon_architectures() -> Sequence[Architecture]:  # type: ignore[empty-body]
     """The model architectures that the plugin supplies, beside those of the core."""
+
+
+@hookspec
+def polysilicon_executors() -> Sequence[ExecutorProvider]:  # type: ignore[empty-body]
+    """The whole-model executors that the plugin supplies.
+
+    Names are as those of backends, and neither `auto` nor `native`. The call must load no vendor
+    library: `ExecutorProvider.probe` may.
+    """

@@ -6,25 +6,28 @@ backends come in through the same entry points as everybody's.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import importlib.metadata
 import os
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import pluggy
 
 from polysilicon import hookspecs
 from polysilicon.backend import CONTRACT_VERSION, PROJECT, Backend
+from polysilicon.executor import ExecutorProvider
 from polysilicon.models.architecture import Architecture
 from polysilicon.suggest import nearest
 
 RESTRICTION = "POLYSILICON_PLUGINS"
 """The environment variable that restricts what loads; see `Restriction`."""
 
-_BACKEND_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
+_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 
 T = TypeVar("T")
 
@@ -45,7 +48,8 @@ class PluginRecord:
     """One entry point: what it is and what became of it.
 
     name: of the entry point. distribution, version: who installed it, empty when nobody did.
-    reason: why it is not loaded and what mends it, empty when it is. backends: names supplied.
+    reason: why it is not loaded and what mends it, empty when it is. backends, executors: names
+    supplied.
     """
 
     name: str
@@ -54,6 +58,7 @@ class PluginRecord:
     status: PluginStatus
     reason: str = ""
     backends: tuple[str, ...] = ()
+    executors: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +67,7 @@ class Plugins:
 
     records: tuple[PluginRecord, ...]
     backends: tuple[Backend, ...]
+    executors: tuple[ExecutorProvider, ...]
     architectures: tuple[Architecture, ...]
 
     def record_of(self, backend: str) -> PluginRecord | None:
@@ -121,6 +127,7 @@ class _Candidate:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Supply:
     backends: tuple[Backend, ...]
+    executors: tuple[ExecutorProvider, ...]
     architectures: tuple[Architecture, ...]
 
 
@@ -142,20 +149,21 @@ def load_plugins(blocked: Collection[str] = ()) -> Plugins:
     manager.add_hookspecs(hookspecs)
     records: list[PluginRecord] = []
     backends: dict[str, tuple[Backend, _Candidate]] = {}
+    executors: dict[str, tuple[ExecutorProvider, _Candidate]] = {}
     architectures: list[Architecture] = []
     loaded: dict[str, _Candidate] = {}
     for candidate in _candidates():
         status, reason = PluginStatus.LOADED, ""
-        names: tuple[str, ...] = ()
+        supply = _Supply(backends=(), executors=(), architectures=())
         try:
             _check_admitted(candidate, loaded, restriction, blocked)
-            supply = _load(manager, candidate, backends)
+            supply = _load(manager, candidate, backends, executors)
         except _RejectedError as rejected:
             status, reason = rejected.status, str(rejected)
         else:
             loaded[candidate.name] = candidate
-            names = tuple(backend.name for backend in supply.backends)
-            backends.update((backend.name, (backend, candidate)) for backend in supply.backends)
+            backends.update((item.name, (item, candidate)) for item in supply.backends)
+            executors.update((item.name, (item, candidate)) for item in supply.executors)
             architectures.extend(supply.architectures)
         records.append(
             PluginRecord(
@@ -164,20 +172,25 @@ def load_plugins(blocked: Collection[str] = ()) -> Plugins:
                 version=candidate.version,
                 status=status,
                 reason=reason,
-                backends=names,
+                backends=tuple(backend.name for backend in supply.backends),
+                executors=tuple(executor.name for executor in supply.executors),
             )
         )
     records.extend(_missing(restriction, {record.name for record in records}))
     return Plugins(
         records=tuple(records),
         backends=tuple(backend for backend, _ in backends.values()),
+        executors=tuple(executor for executor, _ in executors.values()),
         architectures=tuple(architectures),
     )
 
 
 def describe_exception(error: BaseException) -> str:
     """An exception as one line of bounded length."""
-    text = " ".join(str(error).split())
+    try:
+        text = " ".join(str(error).split())
+    except Exception:
+        text = ""
     text = f"{type(error).__name__}: {text}" if text else type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."
 
@@ -275,7 +288,8 @@ def _check_admitted(
 def _load(
     manager: pluggy.PluginManager,
     candidate: _Candidate,
-    taken: dict[str, tuple[Backend, _Candidate]],
+    backends: Mapping[str, tuple[Backend, _Candidate]],
+    executors: Mapping[str, tuple[ExecutorProvider, _Candidate]],
 ) -> _Supply:
     """Import, register and check one plugin, and call its hooks."""
     plugin = _guarded("cannot be imported", candidate.load)
@@ -289,11 +303,13 @@ def _load(
         _check_hooks(manager, plugin)
         supply = _Supply(
             backends=_collect(manager, plugin, "polysilicon_backends", _check_backend),
+            executors=_collect(manager, plugin, "polysilicon_executors", _check_executor),
             architectures=_collect(
                 manager, plugin, "polysilicon_architectures", _check_architecture
             ),
         )
-        _check_names(supply.backends, taken)
+        _check_names("backend", supply.backends, backends)
+        _check_names("executor", supply.executors, executors)
     except _RejectedError:
         manager.unregister(plugin)
         raise
@@ -301,9 +317,13 @@ def _load(
 
 
 def _guarded(what: str, call: Callable[[], T]) -> T:
-    """Run a plugin's code; whatever it raises, sys.exit() included, becomes a `_RejectedError`."""
+    """Run a plugin's code; whatever it raises, sys.exit() included, becomes a `_RejectedError`.
+
+    What it prints goes to stderr: stdout is for what the user asked for.
+    """
     try:
-        return call()
+        with contextlib.redirect_stdout(sys.stderr):
+            return call()
     except (KeyboardInterrupt, _RejectedError):
         raise
     except BaseException as error:
@@ -357,15 +377,44 @@ def _check_backend(item: object) -> Backend:
             f"polysilicon_backends returned {_kind(item)}, which is not an object with name, "
             "contract, priority, probe() and open()",
         )
-    name, contract = item.name, item.contract
-    if not isinstance(name, str) or not _BACKEND_NAME.fullmatch(name) or name == "auto":
+    _check_name("backend", item.name, reserved=("auto",))
+    if not isinstance(item.priority, int):
+        raise _RejectedError(
+            PluginStatus.FAILED, f"the priority of backend {item.name!r} is not an int"
+        )
+    _check_contract(f"backend {item.name!r}", item.contract)
+    return item
+
+
+def _check_executor(item: object) -> ExecutorProvider:
+    if isinstance(item, type) or not isinstance(item, ExecutorProvider):
         raise _RejectedError(
             PluginStatus.FAILED,
-            f"backend name {name!r} is not valid: lower-case letters, digits, - and _, "
-            "at most 32, and not 'auto'",
+            f"polysilicon_executors returned {_kind(item)}, which is not an object with name, "
+            "contract, formats, probe() and open()",
         )
-    if not isinstance(item.priority, int):
-        raise _RejectedError(PluginStatus.FAILED, f"the priority of backend {name!r} is not an int")
+    _check_name("executor", item.name, reserved=("auto", "native"))
+    if not (isinstance(item.formats, frozenset) and all(type(f) is str for f in item.formats)):
+        raise _RejectedError(
+            PluginStatus.FAILED,
+            f"the formats of executor {item.name!r} are {item.formats!r:.80}, not a frozenset of "
+            "names",
+        )
+    _check_contract(f"executor {item.name!r}", item.contract)
+    return item
+
+
+def _check_name(kind: str, name: object, *, reserved: Sequence[str]) -> None:
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in reserved:
+        raise _RejectedError(
+            PluginStatus.FAILED,
+            f"{kind} name {name!r} is not valid: lower-case letters, digits, - and _, "
+            f"at most 32, and not {' or '.join(map(repr, reserved))}",
+        )
+
+
+def _check_contract(owner: str, contract: object) -> None:
+    """owner: the backend or executor, for messages."""
     if not (
         isinstance(contract, tuple)
         and len(contract) == 2
@@ -373,13 +422,8 @@ def _check_backend(item: object) -> Backend:
     ):
         raise _RejectedError(
             PluginStatus.FAILED,
-            f"the contract of backend {name!r} is {contract!r}, not (major, minor)",
+            f"the contract of {owner} is {contract!r}, not (major, minor)",
         )
-    _check_contract(name, contract)
-    return item
-
-
-def _check_contract(name: str, contract: tuple[int, int]) -> None:
     major, minor = CONTRACT_VERSION
     if contract[0] == major and contract[1] <= minor:
         return
@@ -390,7 +434,7 @@ def _check_contract(name: str, contract: tuple[int, int]) -> None:
     )
     raise _RejectedError(
         PluginStatus.INCOMPATIBLE,
-        f"backend {name!r} is built for contract {contract[0]}.{contract[1]}, "
+        f"{owner} is built for contract {contract[0]}.{contract[1]}, "
         f"this polysilicon has {major}.{minor}: {mend}",
     )
 
@@ -408,17 +452,21 @@ def _kind(item: object) -> str:
     return f"the class {item.__name__}" if isinstance(item, type) else f"a {type(item).__name__}"
 
 
-def _check_names(backends: Sequence[Backend], taken: dict[str, tuple[Backend, _Candidate]]) -> None:
+def _check_names(
+    kind: str,
+    items: Sequence[Backend | ExecutorProvider],
+    taken: Mapping[str, tuple[object, _Candidate]],
+) -> None:
     names: set[str] = set()
-    for backend in backends:
-        if backend.name in names:
-            raise _RejectedError(PluginStatus.DUPLICATE, f"supplies backend {backend.name!r} twice")
-        names.add(backend.name)
-        if backend.name in taken:
-            other = taken[backend.name][1]
+    for item in items:
+        if item.name in names:
+            raise _RejectedError(PluginStatus.DUPLICATE, f"supplies {kind} {item.name!r} twice")
+        names.add(item.name)
+        if item.name in taken:
+            other = taken[item.name][1]
             raise _RejectedError(
                 PluginStatus.DUPLICATE,
-                f"backend {backend.name!r} is supplied by plugin {other.name!r} of "
+                f"{kind} {item.name!r} is supplied by plugin {other.name!r} of "
                 f"{other.distribution} {other.version}, which is used: uninstall one of them",
             )
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import importlib.metadata
+import sys
 from collections.abc import Mapping, Sequence
 
 from polysilicon.backend import Backend, Capabilities, DeviceInfo, Unavailable
 from polysilicon.errors import PluginError
+from polysilicon.executor import ExecutorProvider
 from polysilicon.plugins import PluginRecord, Plugins, describe_exception
 from polysilicon.suggest import nearest
 
@@ -68,12 +71,11 @@ def probe(backend: Backend, plugin: PluginRecord) -> BackendReport:
     """Ask a backend what it can run on. Never raises for the backend's sake."""
     status, reason, devices = BackendStatus.AVAILABLE, "", ()
     try:
-        found = backend.probe()
+        with contextlib.redirect_stdout(sys.stderr):
+            found = backend.probe()
         if isinstance(found, Unavailable):
             status, reason = BackendStatus.UNAVAILABLE, str(found.reason)
-        elif not isinstance(found, (list, tuple)) or not all(
-            isinstance(device, DeviceInfo) for device in found
-        ):
+        elif not isinstance(found, (list, tuple)) or not all(map(_is_device, found)):
             status = BackendStatus.FAULTY
             reason = f"its probe returned {found!r:.80}, not a list of DeviceInfo"
         elif not found:
@@ -94,6 +96,31 @@ def probe(backend: Backend, plugin: PluginRecord) -> BackendReport:
     )
 
 
+def _is_device(item: object) -> bool:
+    return (
+        isinstance(item, DeviceInfo)
+        and isinstance(item.name, str)
+        and isinstance(item.memory, int)
+        and all(isinstance(text, str) for text in item.details.values())
+    )
+
+
+def why_not(provider: ExecutorProvider) -> str | None:
+    """Why an executor cannot run here, None when it can. Never raises for the executor's sake."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            found = provider.probe()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        return f"its probe failed: {describe_exception(error)}"
+    if found is None:
+        return None
+    if isinstance(found, Unavailable):
+        return str(found.reason)
+    return f"its probe returned {found!r:.80}, not Unavailable or None"
+
+
 def probe_all(plugins: Plugins) -> tuple[BackendReport, ...]:
     """The report of every backend, in the order of `auto`."""
     return tuple(_probe(plugins, backend) for backend in in_order(plugins.backends))
@@ -102,7 +129,8 @@ def probe_all(plugins: Plugins) -> tuple[BackendReport, ...]:
 def capabilities(report: BackendReport, options: Mapping[str, str] | None = None) -> Capabilities:
     """What the first device of an available backend declares. Raises PluginError if it cannot."""
     try:
-        device = report.backend.open(0, options or {})
+        with contextlib.redirect_stdout(sys.stderr):
+            device = report.backend.open(0, options or {})
         try:
             declared = device.capabilities
         finally:
@@ -165,6 +193,8 @@ def _select_named(plugins: Plugins, name: str) -> Selection:
         raise PluginError(
             f"backend {name!r}: plugin {record.name!r}{owner} is {record.status}: {record.reason}"
         )
+    if any(name == provider.name for provider in plugins.executors):
+        raise PluginError(f"{name!r} is no backend but an executor: take --executor {name}")
     known = [backend.name for backend in in_order(plugins.backends)]
     if name in _extras():
         raise PluginError(f"backend {name!r} is not installed: pip install 'polysilicon[{name}]'")

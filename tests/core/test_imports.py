@@ -23,7 +23,7 @@ PURE_STANDARD = {
     "__future__", "abc", "array", "bisect", "collections", "copy", "dataclasses", "enum",
     "functools", "hashlib", "heapq", "itertools", "math", "operator", "struct", "types", "typing",
 }  # fmt: skip
-CONTRACT = {"polysilicon.backend", "polysilicon.hookspecs"}
+CONTRACT = {"polysilicon.backend", "polysilicon.executor", "polysilicon.hookspecs"}
 
 
 def imports(source: str, package: str = "") -> Iterator[tuple[int, str]]:
@@ -165,6 +165,7 @@ ABOVE = {
     "sampling": {"kv", "scheduler", "engine", "server", "cli", "commands", "models", "reference"},
     "reference": {"kv", "scheduler", "engine", "server", "cli", "commands", "models"},
     "backend": {"kv", "scheduler", "engine", "server", "cli", "commands", "models", "reference"},
+    "executor": {"kv", "scheduler", "engine", "server", "cli", "commands", "models", "reference"},
     "ops": {"kv", "scheduler", "engine", "server", "cli", "commands", "models", "reference"},
     "batch": {"kv", "scheduler", "engine", "server", "cli", "commands", "models", "reference"},
     "engine": {"server", "cli", "commands", "reference"},

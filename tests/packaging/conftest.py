@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,17 +14,21 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-Build = Callable[[Path, Path, str], Path]
+PURE = {"POLYSILICON_CPU_BUILD": "0"}
+"""Environment of a build without native code, which takes a minute."""
+
+Build = Callable[..., Path]
 
 
-def _build(source: Path, target: Path, into: str) -> Path:
+def _build(source: Path, target: Path, into: str, environment: Mapping[str, str] = PURE) -> Path:
     """Build `wheel` or `sdist` with the backend that pyproject.toml names; the file."""
     done = subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "--target", into, "--directory", str(target)],
         cwd=source,
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -37,7 +43,17 @@ def build() -> Build:
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel without native code."""
     return _build(ROOT, tmp_path_factory.mktemp("wheel"), "wheel")
+
+
+@pytest.fixture(scope="session")
+def native_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel with what a compiler made."""
+    if not any(shutil.which(name) for name in ("c++", "g++", "clang++")):
+        pytest.skip("there is no C++ compiler")
+    environment = {"POLYSILICON_CPU_BUILD": "1"}
+    return _build(ROOT, tmp_path_factory.mktemp("native"), "wheel", environment)
 
 
 @pytest.fixture(scope="session")

@@ -17,19 +17,28 @@ from collections.abc import Callable
 from email.message import Message
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-Build = Callable[[Path, Path, str], Path]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+Build = Callable[..., Path]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+
+
+PACKAGES = [
+    ROOT / folder for folder in PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
+]
+LIBRARY = "polysilicon_cpu/libpolysilicon_cpu.so"
+FAILURE = "polysilicon_cpu/build-failure.txt"
 
 
 def tree() -> set[str]:
     """The files of the packages, as they should stand in a wheel."""
     return {
-        path.relative_to(ROOT / "core").as_posix()
-        for path in (ROOT / "core" / "polysilicon").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        path.relative_to(package.parent).as_posix()
+        for package in PACKAGES
+        for path in package.rglob("*")
+        if path.is_file()
+        and not {"__pycache__", "native"} & set(path.relative_to(package).parts)
+        and path.name not in (Path(LIBRARY).name, Path(FAILURE).name)
     }
 
 
@@ -50,13 +59,29 @@ def metadata(wheel: Path) -> Message:
 
 def test_the_wheel_has_the_packages_and_nothing_else(wheel: Path) -> None:
     packaged = {name for name in names(wheel) if ".dist-info/" not in name}
-    assert packaged == tree()
+    assert packaged == tree() | {FAILURE}
     assert "polysilicon/py.typed" in packaged
     assert any(name.endswith(".json") for name in packaged)
 
 
-def test_the_wheel_is_for_every_platform(wheel: Path) -> None:
+def test_a_wheel_without_native_code_is_for_every_platform(wheel: Path) -> None:
     assert wheel.name == f"polysilicon-{PROJECT['version']}-py3-none-any.whl"
+
+
+def test_a_wheel_with_native_code_is_for_this_platform(native_wheel: Path) -> None:
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert native_wheel.name == f"polysilicon-{PROJECT['version']}-py3-none-{platform}.whl"
+    packaged = {name for name in names(native_wheel) if ".dist-info/" not in name}
+    assert packaged == tree() | {LIBRARY}
+    assert "Root-Is-Purelib: false" in of_dist_info(native_wheel, "WHEEL")
+
+
+def test_without_a_compiler_the_wheel_says_why(tmp_path: Path, build: Build) -> None:
+    missing = {"CXX": "/nowhere/c++", "POLYSILICON_CPU_BUILD": "1"}
+    wheel = build(ROOT, tmp_path, "wheel", missing)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        assert "/nowhere/c++" in archive.read(FAILURE).decode()
 
 
 def test_the_metadata(wheel: Path) -> None:
@@ -85,9 +110,10 @@ def test_the_entry_points(wheel: Path) -> None:
 
 
 def test_a_backend_has_one_name_everywhere() -> None:
-    """Entry point, extra and lane; the reference needs no extra."""
+    """Or an executor: entry point, extra, folder and lane; the reference needs no extra."""
     points = set(PROJECT["entry-points"]["polysilicon"])
-    lanes = {lane["backend"] for lane in json.loads((ROOT / "ci/matrix.json").read_text())["lanes"]}
+    matrix = json.loads((ROOT / "ci/matrix.json").read_text())
+    lanes = {lane.get("backend") or lane["executor"] for lane in matrix["lanes"]}
     folders = {path.name for path in (ROOT / "backends").glob("*") if path.name != "torch"}
     extras = set(PROJECT["optional-dependencies"]) - {"test"}
     assert points == lanes == folders | {"reference"}
@@ -105,10 +131,9 @@ def test_the_sdist_builds_the_same_wheel(
     assert names(build(source, tmp_path / "built", "wheel")) == names(wheel)
 
 
-@pytest.fixture
-def python(wheel: Path, tmp_path: Path) -> Path:
+def install(wheel: Path, folder: Path) -> Path:
     """The Python of a new environment with the wheel, and the dependencies of the one here."""
-    home = tmp_path / "environment"
+    home = folder / "environment"
     venv.create(home, symlinks=os.name != "nt")
     python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     done = subprocess.run(
@@ -123,10 +148,10 @@ def python(wheel: Path, tmp_path: Path) -> Path:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     # All but polysilicon itself, which would be there twice.
-    dependencies = tmp_path / "dependencies"
+    dependencies = folder / "dependencies"
     dependencies.mkdir()
-    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
-        for path in Path(folder).iterdir():
+    for packages in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for path in Path(packages).iterdir():
             if "polysilicon" not in path.name and path.suffix != ".pth":
                 (dependencies / path.name).symlink_to(path)
     site = subprocess.check_output(
@@ -136,29 +161,42 @@ def python(wheel: Path, tmp_path: Path) -> Path:
     return python
 
 
-def test_the_installed_wheel_runs(python: Path, tmp_path: Path) -> None:
+def called(python: Path, *arguments: str) -> str:
+    """What the installed program prints, called from beside its environment."""
     program = python.with_name("polysilicon" + (".exe" if os.name == "nt" else ""))
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    return subprocess.check_output(
+        [program, *arguments], cwd=python.parent, env=environment, text=True, timeout=120
+    )
 
-    def called(*arguments: str) -> str:
-        return subprocess.check_output(
-            [program, *arguments], cwd=tmp_path, env=environment, text=True, timeout=120
-        )
 
-    assert called("--version") == PROJECT["version"] + "\n"
-    (reference,) = json.loads(called("plugins", "--json"))
-    assert reference == {
+def test_the_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:
+    python = install(wheel, tmp_path)
+    assert called(python, "--version") == PROJECT["version"] + "\n"
+    plugins = {plugin["name"]: plugin for plugin in json.loads(called(python, "plugins", "--json"))}
+    assert plugins.keys() == PROJECT["entry-points"]["polysilicon"].keys()
+    assert plugins["reference"] == {
         "name": "reference",
         "distribution": "polysilicon",
         "version": PROJECT["version"],
         "status": "loaded",
         "reason": "",
         "backends": ["reference"],
+        "executors": [],
     }
-    (backend,) = json.loads(called("backends", "--json"))["backends"]
-    assert (backend["name"], backend["status"]) == ("reference", "available")
+    backends = {b["name"]: b for b in json.loads(called(python, "backends", "--json"))["backends"]}
+    assert backends["reference"]["status"] == "available"
+    assert backends["cpu"]["status"] == "unavailable"
+    assert "POLYSILICON_CPU_BUILD=0" in backends["cpu"]["reason"]
+    assert "apt-get install g++" in backends["cpu"]["reason"]
     place = subprocess.check_output(
         [python, "-c", "import polysilicon; print(polysilicon.__file__)"],
-        cwd=tmp_path, env=environment, text=True,
+        cwd=tmp_path, text=True,
     )  # fmt: skip
     assert str(tmp_path / "environment") in place
+
+
+def test_the_installed_native_wheel_runs(native_wheel: Path, tmp_path: Path) -> None:
+    python = install(native_wheel, tmp_path)
+    backends = {b["name"]: b for b in json.loads(called(python, "backends", "--json"))["backends"]}
+    assert backends["cpu"]["status"] == "available"

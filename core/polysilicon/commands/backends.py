@@ -9,7 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from polysilicon.backend import Capabilities, DeviceInfo
-    from polysilicon.plugins import PluginRecord
+    from polysilicon.plugins import PluginRecord, Plugins
     from polysilicon.selection import BackendReport
 
 
@@ -19,7 +19,8 @@ def backends(
         bool, typer.Option("--matrix", help="Show which formats each backend runs.")
     ] = False,
 ) -> None:
-    """List the backends in the order of --backend auto: status, devices, capabilities or reason."""
+    """List the backends in the order of --backend auto, and the executors of whole models: status,
+    devices, capabilities or reason."""
     from polysilicon.plugins import PluginStatus, load_plugins
     from polysilicon.selection import probe_all
 
@@ -29,9 +30,9 @@ def backends(
     if matrix:
         _print_matrix(opened, as_json)
     elif as_json:
-        _print_json(opened, unloaded)
+        _print_json(opened, _executors(plugins), unloaded)
     else:
-        _print_list(opened, unloaded)
+        _print_list(opened, _executors(plugins), unloaded)
 
 
 _Opened = tuple["BackendReport", "Capabilities | None"]
@@ -53,7 +54,21 @@ def _open(report: BackendReport) -> _Opened:
         )
 
 
-def _print_list(opened: list[_Opened], unloaded: list[PluginRecord]) -> None:
+def _executors(plugins: Plugins) -> list[dict[str, str]]:
+    """Name, status and reason of every whole-model executor."""
+    from polysilicon.selection import BackendStatus, why_not
+
+    reasons = [(provider.name, why_not(provider)) for provider in plugins.executors]
+    status = {True: BackendStatus.AVAILABLE, False: BackendStatus.UNAVAILABLE}
+    return [
+        {"name": name, "status": status[reason is None], "reason": reason or ""}
+        for name, reason in reasons
+    ]
+
+
+def _print_list(
+    opened: list[_Opened], executors: list[dict[str, str]], unloaded: list[PluginRecord]
+) -> None:
     from polysilicon.commands.output import print_table
 
     rows: list[tuple[str, ...]] = [
@@ -65,6 +80,7 @@ def _print_list(opened: list[_Opened], unloaded: list[PluginRecord]) -> None:
         )
         for report, declared in opened
     ]
+    rows += [(f"{e['name']} (executor)", e["status"], "", e["reason"]) for e in executors]
     rows += [(f"{record.name} (plugin)", record.status, "", _owned(record)) for record in unloaded]
     print_table(("backend", "status", "devices", "capabilities or reason"), rows)
 
@@ -96,7 +112,9 @@ def _summary(declared: Capabilities) -> str:
     return "; ".join(parts + [name for name, on in switches.items() if on])
 
 
-def _print_json(opened: list[_Opened], unloaded: list[PluginRecord]) -> None:
+def _print_json(
+    opened: list[_Opened], executors: list[dict[str, str]], unloaded: list[PluginRecord]
+) -> None:
     from polysilicon.commands.output import print_json
 
     entries: list[dict[str, Any]] = [
@@ -117,7 +135,8 @@ def _print_json(opened: list[_Opened], unloaded: list[PluginRecord]) -> None:
         }
         for report, declared in opened
     ]
-    print_json({"backends": entries, "unloaded": [dataclasses.asdict(r) for r in unloaded]})
+    owners = [dataclasses.asdict(record) for record in unloaded]
+    print_json({"backends": entries, "executors": executors, "unloaded": owners})
 
 
 def _print_matrix(opened: list[_Opened], as_json: bool) -> None:

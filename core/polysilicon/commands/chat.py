@@ -17,6 +17,8 @@ from polysilicon.engine.loading import Loaded
 from polysilicon.errors import ConfigError
 from polysilicon.request import Request
 
+_MOST_TEMPLATE_BYTES = 1 << 20
+
 
 @configured(ENGINE_FIELDS | (SAMPLING_FIELDS - {"n"}) | {"chat_template"})
 def chat(
@@ -45,7 +47,11 @@ def _source(config: Config) -> str | None:
     if config.chat_template is None:
         return None
     try:
-        return Path(config.chat_template).read_text(encoding="utf-8")
+        with Path(config.chat_template).open("rb") as file:
+            source = file.read(_MOST_TEMPLATE_BYTES + 1)
+        if len(source) > _MOST_TEMPLATE_BYTES:
+            raise ValueError("it is larger than 1 MiB, so no template")
+        return source.decode()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--chat-template {config.chat_template}: {error}") from None
 

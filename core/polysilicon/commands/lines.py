@@ -18,7 +18,7 @@ from polysilicon.commands.session import ENGINE_FIELDS, sampling_defaults, sessi
 from polysilicon.config import SAMPLING_FIELDS, Config
 from polysilicon.engine.loading import Loaded, load_tokenizer
 from polysilicon.errors import ConfigError, RequestError
-from polysilicon.request import FinishReason, Request, RequestOutput, SamplingParams
+from polysilicon.request import Request, RequestOutput, SamplingParams
 from polysilicon.tokenizer import Tokenizer
 from polysilicon.weights.checkpoint import open_checkpoint
 
@@ -62,23 +62,27 @@ def score(model: ModelArgument, file: FileArgument, config: Config) -> None:
             lines.append(line)
             prompts.append(ids)
         waiting = dict(enumerate(zip(lines, prompts, strict=True)))
+        failure = None
         for output in _in_order(loaded.client.drain(), len(lines)):
             line, ids = waiting.pop(int(output.request_id))
-            _check(output)
+            failure = failure or output.error
             write_line(
                 {
                     **line,
                     "ids": list(ids),
                     "prompt_logprobs": [entry.logprob for entry in output.prompt_logprobs],
                     "top": [list(pair) for pair in output.next_top],
+                    **_error(output),
                 }
             )
+        _check(failure)
 
 
 @configured(ENGINE_FIELDS | SAMPLING_FIELDS)
 def generate(model: ModelArgument, file: FileArgument, config: Config) -> None:
     """Continue many prompts as one continuous batch: lines {"prompt": ...} or {"ids": [...]}, with
-    sampling fields, in; the same with ids, output_ids, text and finish_reason out."""
+    sampling fields, in; the same with ids, output_ids, text, finish_reason and, of one that failed,
+    error out."""
     with session(config, model) as loaded:
         defaults = {"max_tokens": 128} | sampling_defaults(loaded)
         requests: list[Request] = []
@@ -93,13 +97,14 @@ def generate(model: ModelArgument, file: FileArgument, config: Config) -> None:
         collected: dict[tuple[str, int], list[RequestOutput]] = {}
         done: dict[int, list[Line]] = {}
         written = 0
+        failure = None
         for output in loaded.client.drain():
             index = int(output.request_id)
             parts = collected.setdefault((output.request_id, output.choice), [])
             parts.append(output)
             if output.finish_reason is None:
                 continue
-            _check(output)
+            failure = failure or output.error
             del collected[output.request_id, output.choice]
             done.setdefault(index, []).append(_result(lines[index], requests[index], parts))
             while (
@@ -108,6 +113,7 @@ def generate(model: ModelArgument, file: FileArgument, config: Config) -> None:
                 for result in sorted(done.pop(written), key=lambda line: line.get("choice", 0)):
                     write_line(result)
                 written += 1
+        _check(failure)
 
 
 def _result(line: Line, request: Request, parts: list[RequestOutput]) -> Line:
@@ -117,6 +123,7 @@ def _result(line: Line, request: Request, parts: list[RequestOutput]) -> Line:
         "output_ids": [token for part in parts for token in part.ids],
         "text": "".join(part.text for part in parts),
         "finish_reason": parts[-1].finish_reason,
+        **_error(parts[-1]),
     }
     if request.params.n > 1:
         result["choice"] = parts[-1].choice
@@ -174,6 +181,9 @@ def read_lines(file: Path) -> Iterator[tuple[int, Line]]:
             for number, text in enumerate(iter(lambda: source.readline(MAX_LINE), b""), 1):
                 if not text.strip():
                     continue
+                if len(text) == MAX_LINE and not text.endswith(b"\n"):
+                    limit = f"{MAX_LINE >> 20} MiB"
+                    raise ConfigError(f"{file}, line {number} is longer than {limit}: split it")
                 try:
                     line = json.loads(text)
                 except (ValueError, RecursionError) as error:
@@ -209,6 +219,11 @@ def _in_order(outputs: Iterator[RequestOutput], count: int) -> Iterator[RequestO
     assert following == count
 
 
-def _check(output: RequestOutput) -> None:
-    if output.finish_reason is FinishReason.ERROR:
-        raise RequestError(output.error or "the engine failed")
+def _error(output: RequestOutput) -> Line:
+    return {} if output.error is None else {"error": output.error}
+
+
+def _check(failure: str | None) -> None:
+    """Fail after the lines are written: one that failed takes nothing from the others."""
+    if failure is not None:
+        raise RequestError(failure)

@@ -11,7 +11,7 @@ import typer
 def plugins(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """List the installed plugins: status, version, distribution, backends, reason."""
+    """List the installed plugins: status, version, distribution, supplies, reason."""
     from polysilicon.commands.output import print_json, print_table
     from polysilicon.plugins import load_plugins
 
@@ -23,13 +23,13 @@ def plugins(
         print("No plugin is installed, not even polysilicon's own: install it (pip install -e .)")
         return
     print_table(
-        ("plugin", "status", "distribution", "backends", "reason"),
+        ("plugin", "status", "distribution", "supplies", "reason"),
         [
             (
                 record.name,
                 record.status,
                 f"{record.distribution} {record.version}".strip(),
-                ", ".join(record.backends),
+                ", ".join((*record.backends, *record.executors)),
                 record.reason,
             )
             for record in records

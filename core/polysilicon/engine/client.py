@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from polysilicon.detokenizer import IncrementalDetokenizer, StopChecker
+from polysilicon.errors import RequestError
 from polysilicon.request import FinishReason, Request, RequestOutput
 from polysilicon.tokenizer import Tokenizer
 
@@ -73,6 +74,8 @@ class Client:
         self.engine = engine
         self.tokenizer = tokenizer
         self._texts: dict[str, dict[int, _ChoiceText]] = {}
+        self._cut: set[tuple[str, int]] = set()
+        """Choices that a stop text ended, of which the engine's own last news is still to come."""
 
     @property
     def has_work(self) -> bool:
@@ -80,6 +83,8 @@ class Client:
 
     def submit(self, request: Request) -> None:
         """Queue a request. Raises RequestError when it cannot be served as it stands."""
+        if request.id in self._texts:
+            raise RequestError(f"request {request.id!r} has not ended: give each its own id")
         self.engine.add(request)
         self._texts[request.id] = {
             choice: _ChoiceText(request, self.tokenizer) for choice in range(request.params.n)
@@ -93,12 +98,17 @@ class Client:
         """News since the last call; lets the engine in this process run a step for them."""
         news = []
         for output in self.engine.step():
+            if (output.request_id, output.choice) in self._cut:
+                if output.finish_reason is not None:
+                    self._cut.remove((output.request_id, output.choice))
+                continue
             choices = self._texts.get(output.request_id, {})
             if output.choice not in choices:
                 continue
             output_with_text = choices[output.choice].take(output)
             if output_with_text.finish_reason is not None:
                 if output.finish_reason is None:
+                    self._cut.add((output.request_id, output.choice))
                     self.engine.cancel(output.request_id, output.choice)
                 del choices[output.choice]
                 if not choices:

@@ -14,8 +14,8 @@ import numpy as np
 from polysilicon.backend import AdapterWeights, DeviceError, OutOfMemory, PendingTokens
 from polysilicon.batch import SampledTokens
 from polysilicon.engine.batching import SequenceSampling, StepArrays, build_step
-from polysilicon.engine.executor import Executor
 from polysilicon.errors import RequestError
+from polysilicon.executor import Executor
 from polysilicon.kv.identity import root_identity
 from polysilicon.kv.manager import KVManager
 from polysilicon.request import FinishReason, Request, RequestOutput, TokenLogprobs
@@ -188,7 +188,12 @@ class Engine:
 
     def add_adapter(self, name: str, weights: AdapterWeights) -> None:
         """Load a LoRA adapter under a name. Raises RequestError when the name or all slots are
-        taken, and when the weights do not fit the model."""
+        taken, and when the executor serves none or the weights do not fit the model."""
+        if not self.executor.serves_adapters:
+            raise RequestError(
+                f"adapter {name!r} cannot be loaded: what runs this model serves no adapters; use "
+                "a backend that does, with --executor native"
+            )
         if name in self._adapters:
             raise RequestError(f"an adapter {name!r} is loaded already: remove it first")
         if not self._free_adapter_slots:

@@ -1,9 +1,8 @@
-"""What runs a step: a model definition on a device, or a whole-model engine."""
+"""The core's own executor: a model definition on a device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
@@ -18,30 +17,8 @@ from polysilicon.backend import (
     PendingTokens,
     SamplingBatch,
 )
-from polysilicon.kv.manager import SlotCopy
+from polysilicon.executor import SlotCopies
 from polysilicon.models.model import Model
-
-
-class Executor(Protocol):
-    """Runs the core's batches. max_sequences: bound on `Batch.sequence_slot`."""
-
-    vocab_size: int
-    max_sequences: int
-
-    def step(
-        self,
-        batch: Batch,
-        sampling: SamplingBatch,
-        copies: Sequence[SlotCopy],
-        previous: PendingTokens | None,
-    ) -> PendingTokens:
-        """Submit the copies, then the batch, then the sampling of its logits; wait for none."""
-
-    def write_adapter(self, slot: int, weights: AdapterWeights) -> None: ...
-
-    def clear_adapter(self, slot: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class ModelExecutor:
@@ -60,6 +37,7 @@ class ModelExecutor:
     ) -> None:
         self.vocab_size = model.config.vocab_size
         self.max_sequences = max_sequences
+        self.serves_adapters = device.capabilities.adapters > 0
         self.device = device
         self.model = model
         self.pools: tuple[KVPool, ...] = tuple(
@@ -76,7 +54,7 @@ class ModelExecutor:
         self,
         batch: Batch,
         sampling: SamplingBatch,
-        copies: Sequence[SlotCopy],
+        copies: SlotCopies,
         previous: PendingTokens | None,
     ) -> PendingTokens:
         for group, source, target in copies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from pathlib import Path
 
 from polysilicon.backend import KV_DTYPES, Capabilities, Device, DeviceError, KVSpec, OutOfMemory
@@ -12,11 +13,12 @@ from polysilicon.engine.client import Client
 from polysilicon.engine.engine import Engine
 from polysilicon.engine.executor import ModelExecutor
 from polysilicon.engine.memory import context_capacity, plan_pages
+from polysilicon.engine.whole_models import build_whole_model_engine, choose_provider
 from polysilicon.errors import ConfigError, ModelError, PluginError
 from polysilicon.kv import GroupSpec, KVManager
 from polysilicon.models.loading import load_model
 from polysilicon.models.model import Model
-from polysilicon.plugins import describe_exception, load_plugins
+from polysilicon.plugins import Plugins, describe_exception, load_plugins
 from polysilicon.progress import Progress, no_progress
 from polysilicon.selection import Selection, select_backend
 from polysilicon.tokenizer import Tokenizer
@@ -49,20 +51,51 @@ def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def load(config: Config, path: Path, *, progress: Progress = no_progress) -> Loaded:
-    """Open the model at `path` on the configured backend.
+    """Open the model at `path` on the configured backend, or in a whole-model executor.
 
     Raises a PolysiliconError that names the mend for every model, backend and memory setting that
     cannot work.
     """
     plugins = load_plugins(config.block_plugins)
-    selection = select_backend(plugins, config.backend)
     with contextlib.ExitStack() as undo:
         checkpoint = undo.enter_context(open_checkpoint(path))
+        provider = choose_provider(config, plugins, checkpoint)
         tokenizer = load_tokenizer(checkpoint)
+        if provider is None:
+            engine, notes = _load_native(config, plugins, checkpoint, tokenizer, progress)
+        else:
+            with progress(f"loading {path.name}"):
+                engine, notes = build_whole_model_engine(
+                    config,
+                    provider,
+                    path,
+                    identity=checkpoint.fingerprint(),
+                    eos_ids=tokenizer.eos_ids,
+                )
+        undo.pop_all()
+    return Loaded(
+        client=Client(engine, tokenizer),
+        engine=engine,
+        tokenizer=tokenizer,
+        checkpoint=checkpoint,
+        notes=notes,
+    )
+
+
+def _load_native(
+    config: Config,
+    plugins: Plugins,
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    progress: Progress,
+) -> tuple[Engine, tuple[str, ...]]:
+    """An engine that runs our definition of the model on the configured backend, and notes."""
+    selection = select_backend(plugins, config.backend)
+    with contextlib.ExitStack() as undo:
         device = open_device(config, selection)
         undo.callback(device.close)
         try:
-            with progress(f"loading {path.name}") as advance:
+            with progress(f"loading {checkpoint.path.name}") as advance:
                 model = load_model(
                     checkpoint,
                     device,
@@ -80,20 +113,14 @@ def load(config: Config, path: Path, *, progress: Progress = no_progress) -> Loa
             )
         except (OutOfMemory, MemoryError) as error:
             raise ModelError(
-                f"{path} does not fit into the memory of backend {selection.name}: {error}. "
-                "Choose a smaller model or quantisation, or another device."
+                f"{checkpoint.path} does not fit into the memory of backend {selection.name}: "
+                f"{error}. Choose a smaller model or quantisation, or another device."
             ) from error
         except DeviceError as error:
             raise PluginError(f"backend {selection.name} failed: {error}") from error
         undo.pop_all()
     chosen = f"backend {selection.name} on {selection.devices[config.device].name}"
-    return Loaded(
-        client=Client(engine, tokenizer),
-        engine=engine,
-        tokenizer=tokenizer,
-        checkpoint=checkpoint,
-        notes=(f"{chosen}: {selection.reason}", *model.notes, *notes),
-    )
+    return engine, (f"{chosen}: {selection.reason}", *model.notes, *notes)
 
 
 def open_device(config: Config, selection: Selection) -> Device:
@@ -105,7 +132,8 @@ def open_device(config: Config, selection: Selection) -> Device:
     if config.deterministic:
         options["deterministic"] = "1"
     try:
-        device = selection.backend.open(config.device, options)
+        with contextlib.redirect_stdout(sys.stderr):
+            device = selection.backend.open(config.device, options)
     except ValueError as error:
         raise ConfigError(f"backend {selection.name}: {error}") from error
     except Exception as error:
@@ -113,6 +141,11 @@ def open_device(config: Config, selection: Selection) -> Device:
             f"backend {selection.name} cannot open device {config.device}: "
             f"{describe_exception(error)}"
         ) from error
+    if not isinstance(device, Device):
+        raise PluginError(
+            f"backend {selection.name} opened a {type(device).__name__}, which is not a Device: "
+            "upgrade its plugin"
+        )
     if config.deterministic and not device.capabilities.deterministic:
         device.close()
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -90,13 +89,13 @@ class Fields:
         return value
 
     def numbers(self, name: str, length: int) -> list[float]:
-        """A list of `length` positive, finite numbers."""
+        """A list of `length` numbers in `[1e-30, 1e30]`."""
         value = self._get(name)
         if not isinstance(value, list) or len(value) != length:
             raise self.refuse(name, f"a list of {length} numbers")
         for item in value:
-            if type(item) not in (int, float) or not (math.isfinite(item) and item > 0):
-                raise self.refuse(name, f"a list of {length} positive numbers")
+            if type(item) not in (int, float) or not 1e-30 <= item <= 1e30:
+                raise self.refuse(name, f"a list of {length} numbers from 1e-30 to 1e30")
         return [float(item) for item in value]
 
     def strings(self, name: str) -> list[str]:

@@ -63,7 +63,7 @@ def read_decoder(
     tensors = checkpoint.tensors
     return ModelConfig(
         architecture=architecture,
-        vocab_size=_vocab_size(fields, checkpoint, prefix),
+        vocab_size=_vocab_size(fields, prefix),
         hidden_size=hidden_size,
         intermediate_size=fields.integer(f"{prefix}.feed_forward_length"),
         layers=layers,
@@ -84,7 +84,7 @@ def read_decoder(
     )
 
 
-def _vocab_size(fields: Fields, checkpoint: Checkpoint, prefix: str) -> int:
+def _vocab_size(fields: Fields, prefix: str) -> int:
     """Length of the token list, as in llama.cpp; files without a tokenizer state a number."""
     tokens = fields.length("tokenizer.ggml.tokens")
     return tokens if tokens else fields.integer(f"{prefix}.vocab_size")

@@ -228,4 +228,7 @@ def _longrope(
 
 def _nonzero(parameters: Fields, name: str) -> float | None:
     """A number that counts as missing when it is 0, as in transformers."""
-    return parameters.number(name, low=0.0, high=1e6, default=0.0) or None
+    value = parameters.number(name, low=0.0, high=1e6, default=0.0)
+    if 0 < value < 1e-6:
+        raise parameters.refuse(name, "0 or a number of at least 1e-06")
+    return value or None

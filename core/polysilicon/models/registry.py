@@ -8,7 +8,9 @@ from polysilicon.errors import ModelError
 from polysilicon.models import gemma, llama, mistral, qwen
 from polysilicon.models.architecture import Architecture
 from polysilicon.models.fields import Fields
+from polysilicon.weights.checkpoint import Checkpoint
 from polysilicon.weights.files import shown
+from polysilicon.weights.gguf import GGUFFile
 
 
 def architectures(added: Sequence[Architecture] = ()) -> tuple[Architecture, ...]:
@@ -43,6 +45,18 @@ def find_gguf(fields: Fields, families: Sequence[Architecture]) -> Architecture:
         if name in family.gguf_names:
             return family
     raise _unknown(fields, name, [name for family in families for name in family.gguf_names])
+
+
+def is_defined(checkpoint: Checkpoint, added: Sequence[Architecture] = ()) -> bool:
+    """Whether one of the families, or of plugins' `added`, is that of a checkpoint. True too where
+    the checkpoint does not say its architecture in a way that can be read: loading it says why."""
+    try:
+        if isinstance(checkpoint, GGUFFile):
+            name = Fields(checkpoint.metadata, "").text("general.architecture")
+            return any(name in family.gguf_names for family in architectures(added))
+    except ModelError:
+        pass
+    return True
 
 
 def _unknown(fields: Fields, name: str, known: list[str]) -> ModelError:

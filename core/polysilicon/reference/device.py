@@ -129,7 +129,11 @@ class ReferenceProgram:
     def __call__(self, batch: Batch, previous: PendingTokens | None) -> Completed[Outputs]:
         self._device.check_open()
         tokens = _input_tokens(batch, None if previous is None else previous.result())
-        outputs = self._forward(self._device.ops, dataclasses.replace(batch, tokens=tokens))
+        try:
+            with np.errstate(all="ignore"):
+                outputs = self._forward(self._device.ops, dataclasses.replace(batch, tokens=tokens))
+        except MemoryError as error:
+            raise OutOfMemory(f"a step of {len(tokens)} tokens: {error}") from error
         return Completed(
             Outputs(
                 logits=np.ascontiguousarray(outputs.logits, np.float32),

@@ -74,8 +74,10 @@ def called(*arguments: str, environment: dict[str, str] | None = None) -> str:
 
 def test_plugins_of_every_kind_of_fault(environment: dict[str, str]) -> None:
     listed = json.loads(called("plugins", "--json", environment=environment))
-    assert [(r["name"], r["distribution"], r["status"]) for r in listed] == [
-        ("reference", "polysilicon", "loaded"),
+    own = {r["name"]: r["status"] for r in listed if r["distribution"] == "polysilicon"}
+    assert own["reference"] == "loaded"
+    others = [r for r in listed if r["distribution"] != "polysilicon"]
+    assert [(r["name"], r["distribution"], r["status"]) for r in others] == [
         ("card", "fake-card", "loaded"),
         ("card", "fake-zcard", "duplicate"),
         ("misspelt", "fake-misspelt", "failed"),
@@ -88,15 +90,16 @@ def test_plugins_of_every_kind_of_fault(environment: dict[str, str]) -> None:
         re.split(r" {2,}", line) for line in called("plugins", environment=environment).splitlines()
     ]
     for record in listed:
-        (row,) = (row for row in rows if f"{record['distribution']} {record['version']}" == row[2])
-        assert row[:2] == [record["name"], record["status"]]
+        owner = f"{record['distribution']} {record['version']}"
+        (row,) = (row for row in rows if [row[0], row[2]] == [record["name"], owner])
+        assert row[1] == record["status"]
         assert record["reason"] in row[3:]
 
 
 def test_backends_of_every_kind_of_fault(environment: dict[str, str]) -> None:
     listed = json.loads(called("backends", "--json", environment=environment))
     status = {b["name"]: (b["status"], b["reason"]) for b in listed["backends"]}
-    assert list(status) == ["card", "probing", "reference"]
+    assert [name for name in status if name != "cpu"] == ["card", "probing", "reference"]
     assert status["reference"] == ("available", "")
     assert status["probing"] == ("faulty", "its probe failed: OSError: driver lost")
     assert status["card"][0] == "faulty"

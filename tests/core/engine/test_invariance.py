@@ -40,7 +40,7 @@ def mixed_requests(cases):
         {"step_tokens": 1},
         {"step_tokens": 7},
         {"step_tokens": 16},
-        {"page_size": 16, "kv_pages": 12, "max_length": 160},
+        {"page_size": 16, "kv_pages": 7, "max_length": 96},
     ],
     ids=str,
 )

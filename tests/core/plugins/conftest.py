@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from polysilicon import plugins
+
 _numbers = itertools.count()
 
 PREAMBLE = """
@@ -60,8 +62,17 @@ def write_distribution(
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder at the front of the search path."""
+    """An empty folder at the front of the search path. Of the in-tree plugins only the reference is
+    found, whatever else this version brings."""
     monkeypatch.delenv("POLYSILICON_PLUGINS", raising=False)
+    found = plugins._entries
+    monkeypatch.setattr(
+        plugins,
+        "_entries",
+        lambda distribution: [
+            entry for entry in found(distribution) if not entry.in_tree or entry.name == "reference"
+        ],
+    )
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)

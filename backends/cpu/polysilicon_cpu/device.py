@@ -1,0 +1,173 @@
+"""The device: the native library's context, and everything that was placed on it."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import weakref
+from collections.abc import Sequence
+
+from polysilicon.backend import (
+    AdapterSpec,
+    Capabilities,
+    Device,
+    DeviceError,
+    Forward,
+    KVSpec,
+    MemoryInfo,
+    OutOfMemory,
+    PendingOutputs,
+    SamplingBatch,
+    Shard,
+    Weight,
+)
+from polysilicon_cpu import levels, library, placement, processor
+from polysilicon_cpu.calls import ArrayPool, InFlight
+from polysilicon_cpu.handles import MatrixHandle, VectorHandle, place, placed_bytes
+from polysilicon_cpu.options import Options
+from polysilicon_cpu.pools import CPUAdapterPool, CPUKVPool
+from polysilicon_cpu.program import CPUProgram, PendingStep
+from polysilicon_cpu.sampling import CPUPendingTokens, sample
+from polysilicon_cpu.trace import Recording, RecordingOps
+
+_COMPUTE = {"auto": "int8", "int8": "int8", "bf16": "bf16", "f32": "f32"}
+
+
+class CPUDevice(Device):
+    """Calls are queued to one native thread, which works on them with the others."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.level = levels.choose() if options.level is None else levels.check(options.level)
+        places = placement.places()
+        self.threads = options.threads or placement.default_threads(places)
+        cpus = None
+        if options.pin:
+            cpus = (ctypes.c_int * self.threads)(
+                *(places[thread % len(places)] for thread in range(self.threads))
+            )
+        error = library.ErrorText()
+        pointer = library.load().ps_device_open(
+            self.level.encode(), self.threads, cpus, options.deterministic, ctypes.byref(error)
+        )
+        if not pointer:
+            library.raise_error(error)
+        self._pointer: int | None = pointer
+        self.capabilities = Capabilities(
+            compute=_COMPUTE[options.activations],
+            kv_dtypes=("bf16", "f16", "f32"),
+            page_sizes=(16, 32, 64, 128, 1, 2, 4, 8),
+            encodings=("*",),
+            adapters=256,
+            max_adapter_rank=256,
+            deterministic=True,
+            tree_attention=True,
+            capture=True,
+        )
+        self.ops = RecordingOps(Recording())
+        self.in_flight = InFlight()
+        self.arrays = ArrayPool()
+        self._handles: weakref.WeakSet[MatrixHandle | VectorHandle] = weakref.WeakSet()
+        self._kv_pools: weakref.WeakSet[CPUKVPool] = weakref.WeakSet()
+        self._adapter_pools: weakref.WeakSet[CPUAdapterPool] = weakref.WeakSet()
+        self._programs: weakref.WeakSet[CPUProgram] = weakref.WeakSet()
+
+    @property
+    def exact_attention(self) -> bool:
+        """Whether attention multiplies in float32 where pairs of bf16 would be faster."""
+        return self.options.deterministic or self.options.activations == "f32"
+
+    @property
+    def pointer(self) -> int:
+        return self.open_pointer()
+
+    def open_pointer(self) -> int:
+        """The native device. Raises DeviceError when it is closed."""
+        if self._pointer is None:
+            raise DeviceError("the device is closed")
+        return self._pointer
+
+    def put(
+        self, parts: Sequence[Weight], shard: Shard | None = None
+    ) -> MatrixHandle | VectorHandle:
+        self.open_pointer()
+        _check_fits("weights", placed_bytes(parts, shard))
+        handle = place(self, parts, shard, self.options.activations)
+        self._handles.add(handle)
+        return handle
+
+    def kv_pool(self, spec: KVSpec, pages: int) -> CPUKVPool:
+        self.open_pointer()
+        if spec.page_size not in self.capabilities.page_sizes:
+            raise ValueError(f"page size {spec.page_size} is not one of the device's")
+        _check_fits("KV pages", spec.page_bytes * pages)
+        pool = CPUKVPool(self, spec, pages)
+        self._kv_pools.add(pool)
+        return pool
+
+    def adapter_pool(self, spec: AdapterSpec, slots: int) -> CPUAdapterPool:
+        self.open_pointer()
+        if slots > self.capabilities.adapters or spec.max_rank > self.capabilities.max_adapter_rank:
+            raise ValueError(
+                f"an adapter pool has at most {self.capabilities.adapters} slots of rank "
+                f"{self.capabilities.max_adapter_rank}"
+            )
+        pool = CPUAdapterPool(self, spec, slots)
+        self._adapter_pools.add(pool)
+        return pool
+
+    def compile(self, forward: Forward, *, hidden: Sequence[int] = ()) -> CPUProgram:
+        self.open_pointer()
+        program = CPUProgram(self, forward, hidden)
+        self._programs.add(program)
+        return program
+
+    def sample(self, pending: PendingOutputs, batch: SamplingBatch) -> CPUPendingTokens:
+        self.open_pointer()
+        if not isinstance(pending, PendingStep) or pending.device is not self:
+            raise ValueError("sample takes what a program of the same device returned")
+        return sample(self, pending, batch)
+
+    def memory(self) -> MemoryInfo:
+        native, pointer = library.load(), self.open_pointer()
+        workspace = native.ps_device_workspace(pointer) + self.arrays.nbytes
+        return MemoryInfo(
+            total=processor.total_memory(),
+            free=processor.free_memory(),
+            used={
+                "weights": sum(handle.nbytes for handle in self._handles),
+                "kv": sum(pool.nbytes for pool in self._kv_pools),
+                "adapters": sum(pool.nbytes for pool in self._adapter_pools),
+                "workspace": workspace + sum(program.nbytes for program in self._programs),
+            },
+        )
+
+    def finish(self) -> None:
+        """Wait until everything submitted has ended."""
+        self.in_flight.wait()
+
+    def close(self) -> None:
+        if self._pointer is None:
+            return
+        pointer, self._pointer = self._pointer, None
+        if self.options.profile:
+            for program in self._programs:
+                print(program.profile(), file=sys.stderr, end="")
+        library.load().ps_device_close(pointer)
+        self.in_flight.clear()
+        for kv_pool in self._kv_pools:
+            kv_pool.forget()
+        for adapter_pool in self._adapter_pools:
+            adapter_pool.forget()
+        for program in self._programs:
+            program.finalizer()
+        for handle in self._handles:
+            if isinstance(handle, MatrixHandle):
+                handle.finalizer()
+
+
+def _check_fits(what: str, size: int) -> None:
+    """The system gives address space for more than there is, and ends the process on use."""
+    free = processor.free_memory()
+    if size > free:
+        raise OutOfMemory(f"{size:,} bytes of {what} do not fit in the {free:,} that are free")

@@ -1,0 +1,94 @@
+// The pages of one KV group in the order that attention reads them.
+//
+// A unit is 16 consecutive slots of one key head of one layer. Its keys stand dimension by dimension,
+// so that 16 scores are computed side by side, and its values slot by slot:
+//
+//   keys, f32 and f16    [dim][16]
+//   keys, bf16           [dim / 2][16][2], pairs of dimensions for dot products of two
+//   values, f32 and f16  [16][width]
+//   values, bf16         [8][width][2], pairs of slots
+//
+// with `dim` rounded up to an even number and `width` to a multiple of 16. Both of a unit stand
+// together, a page's units of one head in a row: [layer][page][head][unit]{keys, values}. Pages of
+// fewer than 16 slots have a unit each that is filled in part.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention_plan.h"
+#include "buffer.h"
+#include "context.h"
+#include "levels/attention.h"
+
+namespace polysilicon {
+
+struct KVPlane {
+  int dim;
+  Storage storage;
+};
+
+struct KVLayout {
+  int group;      // index of BatchView::groups
+  int layers;
+  int heads;
+  int page_size;  // a multiple of 16, or below 16
+  int window;     // tokens that a query sees, its own included; 0 for all
+  KVPlane key, value;
+};
+
+class KVPool {
+ public:
+  // Throws Error where a layout makes no sense, OutOfMemory.
+  KVPool(const KVLayout& layout, int pages);
+
+  const KVLayout& layout() const { return layout_; }
+  int pages() const { return pages_; }
+  std::size_t bytes() const { return memory_.size(); }
+
+  int units_per_page() const { return units_per_page_; }
+  std::size_t unit_bytes() const { return key_bytes_ + value_bytes_; }
+  std::size_t key_bytes() const { return key_bytes_; }
+  std::size_t value_bytes() const { return value_bytes_; }
+
+  // The first unit of a page; its keys, with the values key_bytes() behind.
+  std::uint8_t* page(int layer, int page, int head) const {
+    const std::size_t index =
+        (static_cast<std::size_t>(layer) * pages_ + page) * layout_.heads + head;
+    return memory_.as<std::uint8_t>() + index * units_per_page_ * unit_bytes();
+  }
+  // The unit of a slot; the slot's place in it goes to `offset`.
+  std::uint8_t* unit(int layer, std::int32_t slot, int head, int* offset) const {
+    const int within = slot % layout_.page_size;
+    *offset = within % kUnit;
+    return page(layer, slot / layout_.page_size, head) + within / kUnit * unit_bytes();
+  }
+
+  // Copies a page of fewer slots than a unit's into a unit's slots from `slot` on.
+  void gather(int layer, int page, int head, int slot, std::uint8_t* unit) const;
+
+  // Copies slots, all layers and planes. Throws Error for a slot that the pool has not.
+  void copy(Context& context, const std::int32_t* source, const std::int32_t* target, int count);
+
+  // A page's data without headers, [block][layer][plane][head][slot][dim], where blocks are 16
+  // slots or a whole page of fewer; `stride` bytes lie between blocks.
+  void read(Context& context, int page, std::uint8_t* into, std::size_t stride) const;
+  void write(Context& context, int page, const std::uint8_t* from, std::size_t stride);
+  std::size_t block_bytes() const;  // of the data of one block
+
+  AttentionPlan plan;  // of the op that runs; kept for its memory
+
+ private:
+  template <bool kReading, class Bytes>
+  void transfer(Context& context, int page, Bytes* bytes, std::size_t stride) const;
+
+  void move_slot(const std::uint8_t* from, int from_offset, std::uint8_t* to, int to_offset) const;
+
+  KVLayout layout_;
+  int pages_;
+  int units_per_page_;
+  std::size_t key_bytes_, value_bytes_;
+  Buffer memory_;
+};
+
+}  // namespace polysilicon

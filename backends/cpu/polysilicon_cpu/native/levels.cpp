@@ -1,0 +1,91 @@
+#include "levels.h"
+
+#include <initializer_list>
+
+#ifdef __x86_64__
+#include <cpuid.h>
+#endif
+
+namespace polysilicon {
+
+namespace portable {
+extern const Kernels kernels;
+}
+
+#ifdef __x86_64__
+namespace avx2 {
+extern const Kernels kernels;
+}
+namespace avx512 {
+extern const Kernels kernels;
+}
+#endif
+
+namespace {
+
+bool always() { return true; }
+
+#ifdef __x86_64__
+
+// Registers of CPUID's leaf 7 and what the operating system saves of the vector registers.
+struct Processor {
+  unsigned leaf1_ecx = 0, leaf7_ebx = 0, leaf7_ecx = 0, leaf7_1_eax = 0;
+  unsigned long long saved = 0;
+
+  Processor() {
+    unsigned eax, ebx, ecx, edx;
+    if (__get_cpuid(1, &eax, &ebx, &ecx, &edx)) leaf1_ecx = ecx;
+    if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) {
+      leaf7_ebx = ebx;
+      leaf7_ecx = ecx;
+      if (eax >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) leaf7_1_eax = eax;
+    }
+    if (leaf1_ecx & (1u << 27)) {
+      unsigned low, high;
+      asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+      saved = (static_cast<unsigned long long>(high) << 32) | low;
+    }
+  }
+};
+
+bool all(unsigned bits, std::initializer_list<int> wanted) {
+  for (int bit : wanted) {
+    if (!(bits >> bit & 1)) return false;
+  }
+  return true;
+}
+
+bool has_avx2() {
+  const Processor processor;
+  return (processor.saved & 0x6) == 0x6 && all(processor.leaf1_ecx, {12, 28, 29}) &&
+         all(processor.leaf7_ebx, {3, 5, 8});
+}
+
+bool has_avx512() {
+  const Processor processor;
+  return has_avx2() && (processor.saved & 0xe6) == 0xe6 &&
+         all(processor.leaf7_ebx, {16, 17, 30, 31}) && all(processor.leaf7_ecx, {1, 11}) &&
+         all(processor.leaf7_1_eax, {5});
+}
+
+#endif
+
+}  // namespace
+
+const Level kLevels[] = {
+#ifdef __x86_64__
+    {&avx512::kernels, has_avx512},
+    {&avx2::kernels, has_avx2},
+#endif
+    {&portable::kernels, always},
+};
+const int kLevelCount = sizeof(kLevels) / sizeof(kLevels[0]);
+
+const Kernels* find_level(std::string_view name) {
+  for (const Level& level : kLevels) {
+    if (name == level.kernels->name) return level.kernels;
+  }
+  return nullptr;
+}
+
+}  // namespace polysilicon

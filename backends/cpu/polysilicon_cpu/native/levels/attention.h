@@ -1,0 +1,71 @@
+// The inner loops of attention, compiled once per level. No pointer needs an alignment.
+//
+// A part is up to 256 consecutive keys of a context that begin at a multiple of 256; a tile is up to
+// `rows` queries that read the same keys. Every sum over a row runs in one order, whatever the
+// tile and the other rows: a row's result does not depend, to the bit, on how work was split.
+#pragma once
+
+#include <cstdint>
+
+namespace polysilicon {
+
+enum class Storage : int { kF32, kF16, kBF16 };
+
+constexpr int kUnit = 16;  // slots
+constexpr int kPart = 256;  // keys
+constexpr int kPartUnits = kPart / kUnit;
+
+// A tile against a part. Places of keys are relative to the part's start.
+struct TilePart {
+  Storage key_storage, value_storage;
+  int rows;
+  int dim;    // of queries and keys, even
+  int width;  // of values, a multiple of 16
+  const void* queries;  // from pack_queries
+  bool pairs;           // products of bf16 pairs, where packed so
+  const std::uint8_t* const* keys;    // the part's units
+  const std::uint8_t* const* values;
+  // To prefetch: the keys that will be read after this part, or null; bytes of a unit's keys, and
+  // of its values, 0 where they are in the cache already.
+  const std::uint8_t* const* next;
+  int next_bytes;
+  int value_bytes;
+  int first, last;                    // keys that any row sees lie in [first, last)
+  const std::int32_t* low;            // [rows]: each row sees [low, high)
+  const std::int32_t* high;
+  const std::uint8_t* visible;        // [rows][256]: and of these, those that are not 0; or null
+  float softcap;                      // 0 for none; scores come divided by it
+  float* scores;                      // scratch, [padded rows][256]
+  // Results by row: the largest score in units of log 2 (-inf where nothing is seen), the sum of
+  // 2^(score - largest), and the mixed values [padded rows][width].
+  float* largest;
+  float* total;
+  float* mixed;
+};
+
+struct AttentionKernels {
+  int rows;          // of a full tile, at most kTileRows
+  bool pairs;        // whether products of bf16 pairs are there
+  // The least row count with a kernel of its own that holds `rows`.
+  int (*padded_rows)(int rows);
+  // Puts row `row` of a tile of `padded` rows in place: `query` is [dim], times `scale`.
+  void (*pack_query)(const float* query, float scale, int dim, int row, int padded, bool pairs,
+                     void* tile);
+  void (*attend)(const TilePart& part);
+  // Folds a part into a row's state; they start at largest -inf, total 0 and mixed 0.
+  void (*fold)(float part_largest, float part_total, const float* part_mixed, int width,
+               float* largest, float* total, float* mixed);
+  // The row's result; sink: in units of log 2, -inf for none.
+  void (*finish)(float largest, float total, const float* mixed, float sink, int dim, float* out);
+  // Round a vector to the storage and put it at slot `offset` of a unit.
+  void (*store_key)(Storage storage, const float* key, int dim, int offset, void* unit);
+  void (*store_value)(Storage storage, const float* value, int dim, int width, int offset,
+                      void* unit);
+  // Cosines and sines, times scale, of position * frequency.
+  void (*angles)(const double* frequencies, int pairs, float scale, int position, float* cosine,
+                 float* sine);
+};
+
+constexpr int kTileRows = 12;
+
+}  // namespace polysilicon

@@ -1,0 +1,288 @@
+// Decoding of blocks and float32 products, in code that compilers vectorise for any level.
+#pragma once
+
+#include <cstring>
+
+#include "levels/products.h"
+
+#ifdef __F16C__
+// gcc 12 takes the deliberately undefined operands of its own intrinsics for a mistake.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#include <immintrin.h>
+#endif
+
+namespace polysilicon::PS_LEVEL {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+constexpr int kRowsAtOnce = 8;
+#elif defined(__AVX2__)
+constexpr int kVectorBytes = 32;
+constexpr int kRowsAtOnce = 4;
+#else
+constexpr int kVectorBytes = 16;
+constexpr int kRowsAtOnce = 2;
+#endif
+constexpr int kVectors = 64 / kVectorBytes;
+typedef float Floats __attribute__((vector_size(kVectorBytes)));
+
+constexpr int kMaxRowsAtOnce = 8;
+
+// Scratch of multiply: scales and biases of two blocks, then two blocks of 16-bit vectors, or one
+// of float32.
+constexpr std::size_t kScaleBytes = 2 * kLanes * sizeof(float);
+constexpr std::size_t kPanelBytes = kTile * kLanes * sizeof(float);
+
+std::size_t scratch_bytes(int tiles) {
+  return static_cast<std::size_t>(tiles) * (4 * kScaleBytes + kPanelBytes);
+}
+
+[[maybe_unused]] float half_value(std::uint16_t bits) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000) << 16;
+  const std::uint32_t rest = bits & 0x7fff;
+  if (rest >= 0x7c00) return __builtin_bit_cast(float, sign | 0x7f800000 | (rest & 0x3ff) << 13);
+  // Multiplying by 2^112 puts the exponent right, of subnormal numbers too.
+  const float size = __builtin_bit_cast(float, rest << 13) * 0x1p112f;
+  return __builtin_bit_cast(float, __builtin_bit_cast(std::uint32_t, size) | sign);
+}
+
+void numbers_of(Form form, const std::uint8_t* from, float* lanes) {
+  if (form == Form::kFloat32) {
+    std::memcpy(lanes, from, kLanes * sizeof(float));
+    return;
+  }
+  std::uint16_t bits[kLanes];
+  std::memcpy(bits, from, sizeof bits);
+  if (form == Form::kBfloat16) {
+    for (int n = 0; n < kLanes; ++n) {
+      lanes[n] = __builtin_bit_cast(float, static_cast<std::uint32_t>(bits[n]) << 16);
+    }
+    return;
+  }
+#if defined(__AVX512F__)
+  _mm512_storeu_ps(lanes, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)));
+#elif defined(__F16C__)
+  _mm256_storeu_ps(lanes, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)));
+  _mm256_storeu_ps(lanes + 8, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 16))));
+#else
+  for (int n = 0; n < kLanes; ++n) lanes[n] = half_value(bits[n]);
+#endif
+}
+
+int number_bytes(Form form) { return form == Form::kFloat32 ? 4 : 2; }
+
+// All scales of a block by tile, or by half of a tile: [tiles (* 2), 16]; 0 past the last group.
+void spread_scales(const ScaleLayout& layout, bool halves, int tiles, const std::uint8_t* block,
+                   float* out) {
+  const int units = halves ? 2 * tiles : tiles;
+  const int period = halves ? layout.period : layout.period / 2;
+  const int number = kLanes * number_bytes(layout.form);
+  int unit = 0;
+#ifdef __AVX512F__
+  if (period == 1 && layout.form == Form::kFloat16 && !layout.coded) {
+    for (; unit < layout.count; ++unit) {
+      const __m256i lanes =
+          _mm256_loadu_si256((const __m256i*)(block + layout.at + unit * number));
+      _mm512_storeu_ps(out + unit * kLanes, _mm512_cvtph_ps(lanes));
+    }
+  }
+#endif
+  alignas(64) float super[kLanes];
+  int super_end = 0, super_index = 0;
+  for (int entry = unit; entry < layout.count && unit < units; ++entry) {
+    float* lanes = out + unit * kLanes;
+    if (layout.coded) {
+      if (entry == super_end) {
+        numbers_of(layout.form, block + layout.super_at + super_index * number, super);
+        ++super_index;
+        super_end += layout.super_period;
+      }
+      const std::uint8_t* codes = block + layout.at + entry * kLanes;
+      for (int n = 0; n < kLanes; ++n) {
+        lanes[n] = super[n] * static_cast<float>(codes[n] - layout.offset);
+      }
+    } else {
+      numbers_of(layout.form, block + layout.at + entry * number, lanes);
+    }
+    const int end = units - unit < period ? units : unit + period;
+    for (++unit; unit < end; ++unit) std::memcpy(out + unit * kLanes, lanes, kLanes * 4);
+  }
+  for (int i = unit * kLanes; i < units * kLanes; ++i) out[i] = 0.0f;
+}
+
+// Scales, and biases or null, of a block; scratch [2, tiles * 2, 16].
+struct Scales {
+  const float* scale;
+  const float* bias;
+};
+
+Scales scales_of(const Segment& segment, const std::uint8_t* block, float* scratch) {
+  float* bias = scratch + segment.tiles * 2 * kLanes;
+  if (segment.scale.form == Form::kNone) {
+    for (int i = 0; i < segment.tiles * 2 * kLanes; ++i) scratch[i] = 1.0f;
+  } else {
+    spread_scales(segment.scale, segment.halves, segment.tiles, block, scratch);
+  }
+  if (segment.bias.form == Form::kNone) return {scratch, nullptr};
+  spread_scales(segment.bias, segment.halves, segment.tiles, block, bias);
+  return {scratch, bias};
+}
+
+// Codes of inputs 4 r .. 4 r + 3 of a tile, a byte each: [8][64].
+void code_bytes(const std::uint8_t* tile, int bits, std::uint8_t* out) {
+  if (bits == 8) {
+    std::memcpy(out, tile, 512);
+    return;
+  }
+  int low = 0;
+  for (int width = 4; width; width >>= 1) {
+    if (!(bits & width)) continue;
+    const unsigned mask = (1u << width) - 1;
+    for (int r = 0; r < 8; ++r) {
+      const std::uint8_t* plane = tile + r % width * 64;
+      const int shift = r / width * width;
+      std::uint8_t* bytes = out + r * 64;
+      if (low == 0) {
+        for (int i = 0; i < 64; ++i) bytes[i] = static_cast<std::uint8_t>(plane[i] >> shift & mask);
+      } else {
+        for (int i = 0; i < 64; ++i) {
+          bytes[i] = static_cast<std::uint8_t>(bytes[i] | (plane[i] >> shift & mask) << low);
+        }
+      }
+    }
+    tile += width * 64;
+    low += width;
+  }
+}
+
+// The values of a tile as float32: [32][16].
+void tile_values(const Segment& segment, const std::uint8_t* tile, const float* scale,
+                 const float* bias, float* out) {
+  if (segment.codes == Codes::kFloat32) {
+    std::memcpy(out, tile, kTile * kLanes * sizeof(float));
+    return;
+  }
+  if (segment.codes == Codes::kFloat16 || segment.codes == Codes::kBfloat16) {
+    const Form form = segment.codes == Codes::kFloat16 ? Form::kFloat16 : Form::kBfloat16;
+    alignas(64) std::uint16_t pairs[2][kLanes];
+    for (int pair = 0; pair < kTile / 2; ++pair) {
+      for (int n = 0; n < kLanes; ++n) {
+        std::memcpy(&pairs[0][n], tile + pair * 64 + n * 4, 2);
+        std::memcpy(&pairs[1][n], tile + pair * 64 + n * 4 + 2, 2);
+      }
+      for (int i = 0; i < 2; ++i) {
+        numbers_of(form, reinterpret_cast<const std::uint8_t*>(pairs[i]),
+                   out + (2 * pair + i) * kLanes);
+      }
+    }
+    return;
+  }
+  alignas(64) std::uint8_t codes[8 * 64];
+  code_bytes(tile, segment.bits, codes);
+  for (int k = 0; k < kTile; ++k) {
+    std::uint32_t words[kLanes];
+    std::memcpy(words, codes + k / 4 * 64, sizeof words);
+    const int shift = k % 4 * 8;
+    const int at = segment.halves ? k / 16 * kLanes : 0;
+    float* lanes = out + k * kLanes;
+    if (segment.codes == Codes::kTable) {
+      for (int n = 0; n < kLanes; ++n) {
+        lanes[n] = scale[at + n] * segment.table[words[n] >> shift & 255];
+      }
+    } else if (bias == nullptr) {
+      for (int n = 0; n < kLanes; ++n) {
+        const int code = static_cast<int>(words[n] >> shift & 255) - segment.offset;
+        lanes[n] = scale[at + n] * static_cast<float>(code);
+      }
+    } else {
+      for (int n = 0; n < kLanes; ++n) {
+        const int code = static_cast<int>(words[n] >> shift & 255) - segment.offset;
+        lanes[n] = scale[at + n] * static_cast<float>(code) + bias[at + n];
+      }
+    }
+  }
+}
+
+void prepare_float32(const RecordLayout& layout, const float* x, const std::int32_t* order,
+                     std::uint8_t* record) {
+  float* values = reinterpret_cast<float*>(record + layout.float32.values_at);
+  if (order == nullptr) {
+    std::memcpy(values, x, static_cast<std::size_t>(layout.inputs) * sizeof(float));
+  } else {
+    for (int k = 0; k < layout.inputs; ++k) values[k] = x[order[k]];
+  }
+  for (int k = layout.inputs; k < layout.tiles * kTile; ++k) values[k] = 0.0f;
+}
+
+// Adds the outputs' bias and writes those that the segment has.
+void finish(const float* lanes, const Segment& segment, int block, const float* bias, float* out) {
+  const int begin = block * kLanes;
+  const int count = segment.rows - begin < kLanes ? segment.rows - begin : kLanes;
+  for (int n = 0; n < count; ++n) {
+    out[begin + n] = bias == nullptr ? lanes[n] : lanes[n] + bias[begin + n];
+  }
+}
+
+template <int rows>
+void panel_float32(const float* panel, int inputs, const float* x, std::ptrdiff_t stride,
+                   float (*lanes)[kLanes]) {
+  Floats sums[rows][kVectors] = {};
+  for (int k = 0; k < inputs; ++k) {
+    Floats values[kVectors];
+    std::memcpy(values, panel + k * kLanes, sizeof values);
+    for (int m = 0; m < rows; ++m) {
+      const float factor = x[m * stride + k];
+      for (int v = 0; v < kVectors; ++v) sums[m][v] += values[v] * factor;
+    }
+  }
+  std::memcpy(lanes, sums, sizeof sums);
+}
+
+void multiply_float32(const Segment& segment, const std::uint8_t* data, const RecordLayout& layout,
+                      const std::uint8_t* records, int rows, int first, int last, float* out,
+                      std::ptrdiff_t stride, const float* bias, std::uint8_t* scratch) {
+  float* scale_scratch = reinterpret_cast<float*>(scratch);
+  float* panel = reinterpret_cast<float*>(scratch + segment.tiles * 2 * kScaleBytes);
+  const int scale_step = segment.halves ? 2 * kLanes : kLanes;
+  const std::ptrdiff_t record_floats = layout.bytes / static_cast<std::ptrdiff_t>(sizeof(float));
+  alignas(64) float lanes[kMaxRowsAtOnce][kLanes];
+  for (int block = first; block < last; ++block) {
+    const std::uint8_t* bytes = data + block * segment.block_bytes;
+    const Scales scales = scales_of(segment, bytes, scale_scratch);
+    for (int tile = 0; tile < segment.tiles; ++tile) {
+      tile_values(segment, bytes + segment.codes_at + tile * segment.tile_bytes,
+                  scales.scale + tile * scale_step,
+                  scales.bias == nullptr ? nullptr : scales.bias + tile * scale_step,
+                  panel + tile * kTile * kLanes);
+    }
+    for (int row = 0; row < rows;) {
+      const float* x = reinterpret_cast<const float*>(records + row * layout.bytes +
+                                                      layout.float32.values_at);
+      int count = 1;
+      if (rows - row >= kRowsAtOnce) {
+        count = kRowsAtOnce;
+        panel_float32<kRowsAtOnce>(panel, layout.inputs, x, record_floats, lanes);
+      } else {
+        panel_float32<1>(panel, layout.inputs, x, record_floats, lanes);
+      }
+      for (int m = 0; m < count; ++m) {
+        finish(lanes[m], segment, block, bias, out + (row + m) * stride);
+      }
+      row += count;
+    }
+  }
+}
+
+void dots(const float* a, const float* x, int rows, int width, float* sums) {
+  for (int row = 0; row < rows; ++row, a += width) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int k = 0; k < width; ++k) sum += a[k] * x[k];
+    sums[row] = sum;
+  }
+}
+
+}  // namespace
+}  // namespace polysilicon::PS_LEVEL
