@@ -2,9 +2,9 @@
 
     python ci/cpu_random_attention.py --steps 1000000
 
-Every case draws heads, widths, page size, KV dtype, window, masks, norms and rotation, and runs some
-sequences through several steps in chunks, at every instruction-set level that runs here. Unused
-slots hold NaN. Ends with an error that names the case's seed at the first result out of bounds.
+Every case draws heads, widths, page size, KV dtype, window, masks, norms and rotation, and runs
+some sequences through several steps in chunks, at every instruction-set level that runs here.
+Unused slots hold NaN. Ends with an error that names the case's seed at the first result out of bounds.
 """
 
 from __future__ import annotations
@@ -290,7 +290,9 @@ def run(count: int, seed: int, seconds: float, longest: tuple[int, ...] = (40, 4
                 done += case.steps(6)
                 case.pool.close()
             except WrongResult as error:
-                raise WrongResult(f"seed [{seed}, {number}], {level} x {threads}: {error}") from None
+                raise WrongResult(
+                    f"seed [{seed}, {number}], {level} x {threads}: {error}"
+                ) from None
             number += 1
     finally:
         for _, _, device in devices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import sys
 from collections.abc import Iterator, Mapping
@@ -146,6 +147,12 @@ def _sampling(
 ) -> SamplingParams:
     """A line's sampling fields over those of the command line over `defaults`."""
     fields = {name: line[name] for name in SAMPLING_FIELDS & line.keys()}
+    for name in line.keys() - SAMPLING_FIELDS - _OWN_NAMES:
+        close = difflib.get_close_matches(name, SAMPLING_FIELDS, n=1, cutoff=0.85)
+        if close:
+            raise RequestError(
+                f"{place}: {name!r} is no sampling field: did you mean {close[0]!r}?"
+            )
     try:
         checked = Config.model_validate(fields)
         said = {name: getattr(checked, name) for name in fields}
@@ -156,6 +163,9 @@ def _sampling(
     except RequestError as error:
         raise RequestError(f"{place}: {error}") from None
 
+
+_OWN_NAMES = {"prompt", "ids", "output_ids", "text", "top", "finish_reason", "choice"}
+"""Names that these commands read or write themselves."""
 
 _IDS = TypeAdapter(list[int])
 

@@ -168,6 +168,7 @@ def test_generate_runs_lines_with_their_own_sampling_fields_in_order(polysilicon
         ('{"ids": [99999999]}\n', "line 1"),
         ('\n{"prompt": "a", "temperature": "hot"}\n', "line 2"),
         ('{"prompt": "a", "top_p": 7}\n', "line 1"),
+        ('{"prompt": "a", "temprature": 1}\n', "did you mean 'temperature'"),
     ],
 )
 def test_bad_lines_are_named_before_anything_runs(polysilicon, tmp_path, content, message):

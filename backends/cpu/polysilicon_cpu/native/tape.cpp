@@ -80,12 +80,13 @@ void Tape::run(Context& context, const BatchView& batch, float* const* outputs) 
     for (const std::unique_ptr<Op>& op : ops_) op->run(context, step);
     return;
   }
-  ++steps_;
+  Profile& profile = profiles_[batch.token_count <= profiles_[0].most_tokens ? 0 : 1];
+  ++profile.steps;
   for (const std::unique_ptr<Op>& op : ops_) {
     const auto begin = std::chrono::steady_clock::now();
     op->run(context, step);
     const auto spent = std::chrono::steady_clock::now() - begin;
-    auto& [time, calls] = times_[op->name];
+    auto& [time, calls] = profile.times[op->name];
     time += std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count();
     ++calls;
   }
@@ -100,22 +101,23 @@ std::size_t Tape::bytes() const {
 
 std::string Tape::profile() const {
   std::string text;
-  std::int64_t total = 0;
   char line[160];
-  for (const auto& [name, entry] : times_) {
-    const auto [time, calls] = entry;
-    total += time;
-    std::snprintf(line, sizeof(line), "%-16s %10.3f ms a step  %8.2f us a call  %6.1f calls a step\n",
-                  name.c_str(), static_cast<double>(time) * 1e-6 / static_cast<double>(steps_),
-                  static_cast<double>(time) * 1e-3 / static_cast<double>(calls),
-                  static_cast<double>(calls) / static_cast<double>(steps_));
+  for (const Profile& profile : profiles_) {
+    if (profile.steps == 0) continue;
+    const double steps = static_cast<double>(profile.steps);
+    std::int64_t total = 0;
+    for (const auto& [name, entry] : profile.times) total += entry.first;
+    std::snprintf(line, sizeof(line), "%lld %s, %.3f ms each\n",
+                  static_cast<long long>(profile.steps), profile.title,
+                  static_cast<double>(total) * 1e-6 / steps);
     text += line;
-  }
-  if (steps_ > 0) {
-    std::snprintf(line, sizeof(line), "%-16s %10.3f ms a step over %lld steps\n", "all",
-                  static_cast<double>(total) * 1e-6 / static_cast<double>(steps_),
-                  static_cast<long long>(steps_));
-    text += line;
+    for (const auto& [name, entry] : profile.times) {
+      const double time = static_cast<double>(entry.first);
+      const double calls = static_cast<double>(entry.second);
+      std::snprintf(line, sizeof(line), "  %-12s %9.3f ms, %8.2f us a call, %5.1f calls\n",
+                    name.c_str(), time * 1e-6 / steps, time * 1e-3 / calls, calls / steps);
+      text += line;
+    }
   }
   return text;
 }

@@ -63,7 +63,8 @@ class Tape {
 
   std::size_t bytes() const;
 
-  // Time spent by kind of op, as lines of text; empty unless profiling is on.
+  // Time spent by kind of op, in steps of few tokens and of many, as lines of text; empty unless
+  // profiling is on.
   bool profiling = false;
   std::string profile() const;
 
@@ -84,8 +85,14 @@ class Tape {
   mutable Buffer staging_[kStaging];
   std::vector<std::unique_ptr<RopeTable>> ropes_;
   std::vector<std::unique_ptr<Op>> ops_;
-  std::map<std::string, std::pair<std::int64_t, std::int64_t>> times_;  // nanoseconds and calls
-  std::int64_t steps_ = 0;
+  struct Profile {
+    const char* title;
+    int most_tokens;  // of a step that it is for
+    std::int64_t steps = 0;
+    std::map<std::string, std::pair<std::int64_t, std::int64_t>> times = {};  // ns and calls
+  };
+
+  Profile profiles_[2] = {{"steps of up to 64 tokens", 64}, {"steps of more tokens", INT32_MAX}};
 };
 
 }  // namespace polysilicon

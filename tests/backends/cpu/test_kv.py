@@ -1,0 +1,70 @@
+"""KV pools: their own layout in, canonical bytes out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from polysilicon.backend import DeviceError, KVSpec, Plane
+from polysilicon.reference.pools import ReferenceKVPool
+from polysilicon_cpu.device import CPUDevice
+from polysilicon_cpu.pools import CPUKVPool
+
+PAGES = 7
+
+
+def spec_of(page_size: int, dtypes: tuple[str, str], dims: tuple[int, int]) -> KVSpec:
+    return KVSpec(
+        group=0,
+        name="test",
+        layers=(2, 5, 6),
+        window=None,
+        planes=tuple(
+            Plane(name=name, heads=3, dim=dim, dtype=dtype)
+            for name, dim, dtype in zip(("k", "v"), dims, dtypes, strict=True)
+        ),
+        page_size=page_size,
+    )
+
+
+def random_pages(spec: KVSpec, rng: np.random.Generator) -> np.ndarray:
+    """Any bytes, NaN of every kind among them, behind the right headers."""
+    shape = (PAGES, spec.page_size // spec.block, spec.block_bytes)
+    data = rng.integers(0, 256, shape, np.uint8)
+    header = np.frombuffer(spec.block_header(), np.uint8)
+    data[..., : header.size] = header
+    return data
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 32, 48, 64])
+@pytest.mark.parametrize("dtypes", [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"),
+                                    ("f16", "bf16"), ("bf16", "f32")])  # fmt: skip
+@pytest.mark.parametrize("dims", [(64, 64), (33, 7), (80, 96), (1, 17)])
+def test_pages_and_copies(
+    device: CPUDevice, page_size: int, dtypes: tuple[str, str], dims: tuple[int, int]
+) -> None:
+    rng = np.random.default_rng()
+    spec = spec_of(page_size, dtypes, dims)
+    pool, reference = CPUKVPool(device, spec, PAGES), ReferenceKVPool(spec, PAGES)
+    data = random_pages(spec, rng)
+    order = rng.permutation(PAGES).tolist()
+    for each in (pool, reference):
+        each.write(order, data).result()
+    back = np.zeros_like(data)
+    pool.read(order, back).result()
+    assert np.array_equal(back, data)
+
+    slots = rng.permutation(PAGES * page_size).astype(np.int32)
+    count = len(slots) // 2
+    for each in (pool, reference):
+        each.copy(slots[:count].copy(), slots[count : 2 * count].copy())
+    expected = np.zeros_like(data)
+    reference.read(range(PAGES), expected)
+    pool.read(range(PAGES), back).result()
+    assert np.array_equal(back, expected)
+
+
+@pytest.mark.parametrize("page_size", [0, 3, 12, 17, 24])
+def test_page_sizes_that_do_not_work(device: CPUDevice, page_size: int) -> None:
+    with pytest.raises((DeviceError, ValueError), match="page"):
+        CPUKVPool(device, spec_of(page_size, ("f16", "f16"), (8, 8)), PAGES)
