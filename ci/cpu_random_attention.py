@@ -4,7 +4,8 @@
 
 Every case draws heads, widths, page size, KV dtype, window, masks, norms and rotation, and runs
 some sequences through several steps in chunks, at every instruction-set level that runs here.
-Unused slots hold NaN. Ends with an error that names the case's seed at the first result out of bounds.
+Unused slots hold NaN. Ends with an error that names the case's seed at the first result out of
+bounds.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def random_shape(rng: np.random.Generator) -> Shape:
         value_dim=dim if rng.random() < 0.7 else int(rng.choice([32, 64, 80, 20])),
         page_size=int(rng.choice([16, 16, 32, 64, 4, 8, 1])),
         dtype=str(rng.choice(list(KV_DTYPES))),
-        window=rng.choice([None, None, 1, 5, 17, 100, 300]),
-        softcap=rng.choice([None, None, 2.0, 30.0]),
+        window=int(rng.choice([0, 0, 1, 5, 17, 100, 300])) or None,
+        softcap=float(rng.choice([0, 0, 2.0, 30.0])) or None,
         causal=bool(rng.random() < 0.85),
         exact=bool(rng.random() < 0.5),
     )

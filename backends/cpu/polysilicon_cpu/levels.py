@@ -82,4 +82,4 @@ def details() -> Mapping[str, str]:
     """What `polysilicon backends` prints beside the level: those that should run and do not."""
     chosen = built().index(choose())
     failed = [f"{level} ({failure(level)})" for level in built()[:chosen] if supported(level)]
-    return {"disabled": ", ".join(failed)} if failed else {}
+    return {"disabled": f"disabled: {', '.join(failed)}"} if failed else {}

@@ -45,11 +45,11 @@ def default_threads(chosen: Collection[int], root: Path = ROOT) -> int:
 def details(chosen: Collection[int], root: Path = ROOT) -> Mapping[str, str]:
     """What `polysilicon backends` prints."""
     limit, nodes = quota(root), _numa_nodes(root)
-    text = {"cores": str(len(chosen))}
+    text = {"threads": f"{default_threads(chosen, root)} threads, {len(chosen)} cores"}
     if limit is not None:
-        text["quota"] = f"{limit:g}"
+        text["quota"] = f"quota of {limit:g} cores"
     if nodes > 1:
-        text["numa nodes"] = str(nodes)
+        text["numa"] = f"{nodes} NUMA nodes"
     return text
 
 

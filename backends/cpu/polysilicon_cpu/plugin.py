@@ -36,9 +36,8 @@ class CPUBackend:
                 memory=processor.total_memory(),
                 details={
                     "level": level,
-                    "threads": str(placement.default_threads(places)),
-                    **levels.details(),
                     **placement.details(places),
+                    **levels.details(),
                 },
             ),
         )

@@ -109,7 +109,11 @@ def test_details_name_what_is_there(tmp_path):
         tmp_path,
         {"sys/devices/system/node/online": "0-1\n", "sys/fs/cgroup/cpu.max": "150000 100000"},
     )
-    assert placement.details((0, 1), root) == {"cores": "2", "quota": "1.5", "numa nodes": "2"}
+    assert placement.details((0, 1), root) == {
+        "threads": "1 threads, 2 cores",
+        "quota": "quota of 1.5 cores",
+        "numa": "2 NUMA nodes",
+    }
 
 
 def test_this_machine_has_a_place():

@@ -21,9 +21,16 @@ PS_API bool ps_attention(Device* device, KVPool* pool, int layer, const float* q
     device->run([&] {
       Context& context = device->context;
       check_batch(*pool, *batch);
+      const KVLayout& layout = pool->layout();
+      const auto view = [&](const float* data, int width) {
+        return View(data, batch->token_count, width, width);
+      };
+      const View queries = view(q, parameters->heads * layout.key.dim);
+      const View keys = view(k, layout.heads * layout.key.dim);
+      const View values = view(v, layout.heads * layout.value.dim);
       for (int i = 0; i < repeats; ++i) {
         if (rope != nullptr) rope->prepare(context, batch->positions, batch->token_count);
-        attention(context, *pool, layer, q, k, v, *batch, *parameters, out);
+        attention(context, *pool, layer, queries, keys, values, *batch, *parameters, out);
       }
     });
     return true;

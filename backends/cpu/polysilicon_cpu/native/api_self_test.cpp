@@ -123,7 +123,11 @@ void all_attention(Context& context, std::vector<Values>& results) {
     parameters.causal = true;
     Values out(static_cast<std::size_t>(kTokens * kHeads * kDim));
     check_batch(pool, batch);
-    attention(context, pool, 0, q.data(), k.data(), v.data(), batch, parameters, out.data());
+    const auto view = [](const Values& values) {
+      const int width = static_cast<int>(values.size()) / kTokens;
+      return View(values.data(), kTokens, width, width);
+    };
+    attention(context, pool, 0, view(q), view(k), view(v), batch, parameters, out.data());
     results.push_back(std::move(out));
   }
 }

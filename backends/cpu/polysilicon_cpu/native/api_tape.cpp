@@ -177,11 +177,8 @@ PS_API void ps_tape_attention(Tape* tape, Operand q, Operand k, Operand v, KVPoo
                               const AttentionParameters* parameters, Operand out) {
   record(tape, "attention",
          [=, parameters = *parameters](Context& context, const Step& step) {
-           const float* queries = step.packed(context, q, 0);
-           const float* keys = k.buffer < 0 ? nullptr : step.packed(context, k, 1);
-           const float* values = v.buffer < 0 ? nullptr : step.packed(context, v, 2);
-           attention(context, *pool, layer, queries, keys, values, step.batch, parameters,
-                     step.view(out).data);
+           attention(context, *pool, layer, step.view(q), optional(step, k), optional(step, v),
+                     step.batch, parameters, step.view(out).data);
          });
 }
 

@@ -11,7 +11,7 @@ namespace polysilicon {
 namespace {
 
 constexpr int kPairRows = 24;      // from here on products of bf16 pairs are worth it
-constexpr int kPrefetchRows = 12;  // up to here reading takes longer than computing
+constexpr int kPrefetchRows = 12;  // up to here reading may take longer than computing
 constexpr int kStoredTokens = 8;   // of one task
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
@@ -62,9 +62,15 @@ struct Scratch {
         pointers(cutter.take<const std::uint8_t*>(3 * kPartUnits)) {}
 };
 
+// Keys of consecutive units.
+struct Units {
+  const std::uint8_t* const* keys = nullptr;
+  int count = 0;
+};
+
 class Attention {
  public:
-  Attention(Context& context, KVPool& pool, int layer, const float* q, const BatchView& batch,
+  Attention(Context& context, KVPool& pool, int layer, const View& q, const BatchView& batch,
             const AttentionParameters& parameters, float* out)
       : context_(context),
         kernels_(*context.kernels->attention),
@@ -81,21 +87,25 @@ class Attention {
         width_(padded(layout_.value.dim, 16)),
         result_floats_(width_ + 16) {}
 
-  void store(const float* k, const float* v);
+  void store(const View& k, const View& v);
   void run();
 
  private:
   void prepare(const float* x, int token, const float* norm, float eps, float* out) const;
   void run_item(int number, int thread);
   void attend_part(const AttentionPlan::Item& item, int part, bool pairs, const Scratch& scratch,
-                   const std::uint8_t** next);
+                   const Units& next);
   bool mask(TilePart& tile, const AttentionPlan::Item& item, int row, int part,
             std::uint8_t* visible) const;
-  void resolve(const AttentionPlan::Item& item, int part, const Scratch& scratch,
-               const std::uint8_t** keys, const std::uint8_t** values) const;
+  Units resolve(const AttentionPlan::Item& item, int part, const Scratch& scratch,
+                const std::uint8_t** keys, const std::uint8_t** values) const;
   void merge(int number, int thread);
   void finish_row(int token, int head, float largest, float total, const float* mixed) const;
 
+  // Whether reading takes longer than computing.
+  bool prefetches(const AttentionPlan::Item& item) const {
+    return item.count * group_ <= kPrefetchRows && layout_.page_size >= kUnit;
+  }
   const AttentionPlan::Token& token_of(const AttentionPlan::Item& item, int row) const {
     return plan_.tokens[plan_.order[item.first + row / group_]];
   }
@@ -115,7 +125,7 @@ class Attention {
   const KVLayout& layout_;
   AttentionPlan& plan_;
   int layer_;
-  const float* q_;
+  const View& q_;
   const BatchView& batch_;
   const AttentionParameters& parameters_;
   float* out_;
@@ -142,7 +152,7 @@ void Attention::prepare(const float* x, int token, const float* norm, float eps,
   }
 }
 
-void Attention::store(const float* k, const float* v) {
+void Attention::store(const View& k, const View& v) {
   const int tokens = batch_.query_start[batch_.sequence_count];
   const std::int32_t* slots = batch_.groups[layout_.group].slots;
   context_.reserve(sizeof(float) * layout_.key.dim);
@@ -151,12 +161,11 @@ void Attention::store(const float* k, const float* v) {
     const int end = std::min(tokens, (task + 1) * kStoredTokens);
     for (int token = task * kStoredTokens; token < end; ++token) {
       for (int head = 0; head < layout_.heads; ++head) {
-        const std::size_t index = static_cast<std::size_t>(token) * layout_.heads + head;
         int offset;
         std::uint8_t* unit = pool_.unit(layer_, slots[token], head, &offset);
-        prepare(k + index * layout_.key.dim, token, parameters_.k_norm, parameters_.k_eps, key);
+        prepare(k.row(token) + head * layout_.key.dim, token, parameters_.k_norm, parameters_.k_eps, key);
         kernels_.store_key(layout_.key.storage, key, layout_.key.dim, offset, unit);
-        kernels_.store_value(layout_.value.storage, v + index * layout_.value.dim,
+        kernels_.store_value(layout_.value.storage, v.row(token) + head * layout_.value.dim,
                              layout_.value.dim, width_, offset, unit + pool_.key_bytes());
       }
     }
@@ -183,9 +192,10 @@ void Attention::run() {
   }
 }
 
-// Pointers to the units that an item needs of a part; the rest are left alone.
-void Attention::resolve(const AttentionPlan::Item& item, int part, const Scratch& scratch,
-                        const std::uint8_t** keys, const std::uint8_t** values) const {
+// Pointers to the units that an item needs of a part, at their places in it; the rest are left alone.
+// values: null where only the keys are wanted.
+Units Attention::resolve(const AttentionPlan::Item& item, int part, const Scratch& scratch,
+                         const std::uint8_t** keys, const std::uint8_t** values) const {
   int low = kPart, high = 0;
   const int start = part * kPart;
   for (int row = 0; row < item.count * group_; row += group_) {
@@ -214,6 +224,8 @@ void Attention::resolve(const AttentionPlan::Item& item, int part, const Scratch
     }
     if (values != nullptr) values[unit] = keys[unit] + pool_.key_bytes();
   }
+  const int first = low / kUnit;
+  return {keys + first, std::max(0, (high + kUnit - 1) / kUnit - first)};
 }
 
 // Fills in what a tile whose first row is `row` sees of a part; false where that is nothing.
@@ -262,7 +274,7 @@ bool Attention::mask(TilePart& tile, const AttentionPlan::Item& item, int row, i
 }
 
 void Attention::attend_part(const AttentionPlan::Item& item, int part, bool pairs,
-                            const Scratch& scratch, const std::uint8_t** next) {
+                            const Scratch& scratch, const Units& next) {
   const int rows = item.count * group_;
   const std::size_t tile_bytes = static_cast<std::size_t>(kernels_.rows) * dim_ * sizeof(float);
   std::int32_t low[kTileRows], high[kTileRows];
@@ -275,12 +287,11 @@ void Attention::attend_part(const AttentionPlan::Item& item, int part, bool pair
   tile.pairs = pairs;
   tile.keys = scratch.pointers;
   tile.values = scratch.pointers + kPartUnits;
-  tile.next = next;
-  if (rows <= kPrefetchRows && layout_.page_size >= kUnit) {
-    tile.next_bytes = static_cast<int>(pool_.key_bytes());
+  tile.next = next.keys;
+  tile.next_units = next.count;
+  if (prefetches(item)) {
+    tile.key_bytes = static_cast<int>(pool_.key_bytes());
     tile.value_bytes = static_cast<int>(pool_.value_bytes());
-  } else {
-    tile.next = nullptr;
   }
   tile.low = low;
   tile.high = high;
@@ -336,8 +347,7 @@ void Attention::run_item(int number, int thread) {
     for (int r = 0; r < count; ++r) {
       const int token = plan_.order[item.first + (row + r) / group_];
       const int head = item.head * group_ + (row + r) % group_;
-      const std::size_t index = static_cast<std::size_t>(token) * parameters_.heads + head;
-      prepare(q_ + index * layout_.key.dim, token, parameters_.q_norm, parameters_.q_eps,
+      prepare(q_.row(token) + head * layout_.key.dim, token, parameters_.q_norm, parameters_.q_eps,
               scratch.query);
       kernels_.pack_query(scratch.query, factor, layout_.key.dim, r, tile_rows, pairs, tile);
     }
@@ -349,25 +359,23 @@ void Attention::run_item(int number, int thread) {
     }
     std::memset(scratch.mixed, 0, sizeof(float) * rows * width_);
   }
-  const std::uint8_t** next = scratch.pointers + 2 * kPartUnits;
   for (int part = item.first_part; part < item.last_part; ++part) {
     resolve(item, part, scratch, scratch.pointers, scratch.pointers + kPartUnits);
-    const std::uint8_t** ahead = nullptr;
-    if (rows <= kPrefetchRows && layout_.page_size >= kUnit) {
+    Units next;
+    if (prefetches(item)) {
+      const std::uint8_t** keys = scratch.pointers + 2 * kPartUnits;
       // This thread's next item is likely the one after those that the others are at.
-      const std::size_t other = number + context_.threads;
-      ahead = next;
-      std::copy(scratch.pointers, scratch.pointers + kPartUnits, next);
+      const std::size_t other = static_cast<std::size_t>(number) + context_.threads;
       if (part + 1 < item.last_part) {
-        resolve(item, part + 1, scratch, next, nullptr);
-      } else if (other < plan_.items.size() &&
-                 plan_.items[other].first_part < plan_.items[other].last_part) {
-        resolve(plan_.items[other], plan_.items[other].first_part, scratch, next, nullptr);
-      } else {
-        ahead = nullptr;
+        next = resolve(item, part + 1, scratch, keys, nullptr);
+      } else if (other < plan_.items.size()) {
+        const AttentionPlan::Item& following = plan_.items[other];
+        if (following.first_part < following.last_part) {
+          next = resolve(following, following.first_part, scratch, keys, nullptr);
+        }
       }
     }
-    attend_part(item, part, pairs, scratch, ahead);
+    attend_part(item, part, pairs, scratch, next);
   }
   if (!whole) return;
   for (int row = 0; row < rows; ++row) {
@@ -448,11 +456,11 @@ void check_batch(const KVPool& pool, const BatchView& batch) {
   }
 }
 
-void attention(Context& context, KVPool& pool, int layer, const float* q, const float* k,
-               const float* v, const BatchView& batch, const AttentionParameters& parameters,
+void attention(Context& context, KVPool& pool, int layer, const View& q, const View& k,
+               const View& v, const BatchView& batch, const AttentionParameters& parameters,
                float* out) {
   Attention work(context, pool, layer, q, batch, parameters, out);
-  if (k != nullptr) work.store(k, v);
+  if (k.data != nullptr) work.store(k, v);
   work.run();
 }
 

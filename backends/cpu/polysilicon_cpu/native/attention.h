@@ -4,6 +4,7 @@
 #include "context.h"
 #include "kv.h"
 #include "rope.h"
+#include "view.h"
 
 namespace polysilicon {
 
@@ -26,10 +27,10 @@ struct AttentionParameters {
 // Throws Error where a step's page tables, slots or lengths do not fit the pool. Once a step.
 void check_batch(const KVPool& pool, const BatchView& batch);
 
-// q [T, heads * Dh]; k [T, Hk * Dh] and v [T, Hk * Dv], or both null; out [T, heads * Dv].
+// q [T, heads * Dh]; k [T, Hk * Dh] and v [T, Hk * Dv], or both without data; out [T, heads * Dv].
 // layer: index of the pool's layers.
-void attention(Context& context, KVPool& pool, int layer, const float* q, const float* k,
-               const float* v, const BatchView& batch, const AttentionParameters& parameters,
+void attention(Context& context, KVPool& pool, int layer, const View& q, const View& k,
+               const View& v, const BatchView& batch, const AttentionParameters& parameters,
                float* out);
 
 }  // namespace polysilicon

@@ -146,10 +146,8 @@ Sampler::Sampler(Context& context, const SamplingView& view, int rows_at_once)
              view.top_logprobs != nullptr;
   const std::size_t vocabulary = static_cast<std::size_t>(view.vocabulary);
   blocks_ = (view.vocabulary + kBlock - 1) / kBlock;
-  // Rows by themselves keep all threads busy where there are many.
-  chunk_size_ = rows_at_once >= 4 * context.threads
-                    ? static_cast<int>((vocabulary + kBlock - 1) / kBlock * kBlock)
-                    : kChunk;
+  // The same whatever the number of rows: sums of a row then have one order.
+  chunk_size_ = kChunk;
   chunks_ = (view.vocabulary + chunk_size_ - 1) / chunk_size_;
   std::size_t used = 0;
   const auto place = [&](std::size_t bytes) {

@@ -47,7 +47,7 @@ class Op {
 
 class Tape {
  public:
-  static constexpr int kStaging = 3;
+  static constexpr int kStaging = 2;
 
   enum class Rows : std::int32_t { kTokens, kLogits };
 

@@ -12,6 +12,10 @@ struct View {
   int width = 0;
   int stride = 0;
 
+  View() = default;
+  View(const float* data, int rows, int width, int stride)
+      : data(const_cast<float*>(data)), rows(rows), width(width), stride(stride) {}
+
   bool contiguous() const { return stride == width || rows <= 1; }
   float* row(int index) const { return data + static_cast<std::ptrdiff_t>(index) * stride; }
 };

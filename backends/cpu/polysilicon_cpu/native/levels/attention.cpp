@@ -71,11 +71,44 @@ struct Stored<Storage::kBF16> {
   }
 };
 
-// Lines of `bytes` that each of `steps` steps has to fetch.
-int lines_a_step(int bytes, int steps) { return (bytes + 64 * steps - 1) / (64 * steps); }
+// What is read some way ahead of a unit's keys or values: they are read in the order keys, values,
+// and then the next part's keys. Each of `steps` steps fetches `lines` of its lines.
+struct Ahead {
+  const std::uint8_t* from = nullptr;
+  int lines = 0;
 
-void prefetch(const std::uint8_t* from, int line, int lines) {
-  for (int i = line; i < line + lines; ++i) __builtin_prefetch(from + i * 64, 0, 2);
+  Ahead() = default;
+  Ahead(const std::uint8_t* from, int bytes, int steps)
+      : from(from), lines((bytes + 64 * steps - 1) / (64 * steps)) {}
+
+  void fetch(int step) const {
+    for (int i = step * lines; i < (step + 1) * lines; ++i) __builtin_prefetch(from + i * 64, 0, 3);
+  }
+};
+
+// By experiment: with more the first cache overflows, with less memory is too slow.
+constexpr int kAheadBytes = 8192;
+
+int units_ahead(int bytes) { return bytes >= kAheadBytes ? 1 : kAheadBytes / bytes; }
+
+Ahead ahead_of_keys(const TilePart& part, int unit, int steps) {
+  if (part.key_bytes == 0) return {};
+  const int end = (part.last + kUnit - 1) / kUnit;
+  const int other = unit + units_ahead(part.key_bytes);
+  if (other < end) return {part.keys[other], part.key_bytes, steps};
+  const int value = part.first / kUnit + other - end;
+  if (value < end) return {part.values[value], part.value_bytes, steps};
+  return {};
+}
+
+Ahead ahead_of_values(const TilePart& part, int unit, int steps) {
+  if (part.key_bytes == 0) return {};
+  const int end = (part.last + kUnit - 1) / kUnit;
+  const int other = unit + units_ahead(part.value_bytes);
+  if (other < end) return {part.values[other], part.value_bytes, steps};
+  const int key = other - end;
+  if (part.next != nullptr && key < part.next_units) return {part.next[key], part.key_bytes, steps};
+  return {};
 }
 
 // ---- scores: queries [dim][R] with keys
@@ -86,11 +119,12 @@ void score_units(const TilePart& part, int unit) {
   const std::uint8_t* keys[U];
 PS_UNROLL
   for (int u = 0; u < U; ++u) keys[u] = part.keys[unit + u];
-  const int ahead = lines_a_step(part.value_bytes, part.dim / 2);
+  Ahead ahead[U];
+  for (int u = 0; u < U; ++u) ahead[u] = ahead_of_keys(part, unit + u, part.dim / 2);
   Floats sums[R][U * kVectors] = {};
   for (int d = 0; d < part.dim; d += 2, q += 2 * R) {
 PS_UNROLL
-    for (int u = 0; u < U; ++u) prefetch(part.values[unit + u], d / 2 * ahead, ahead);
+    for (int u = 0; u < U; ++u) ahead[u].fetch(d / 2);
 PS_UNROLL
     for (int half = 0; half < 2; ++half) {
       Floats k[U * kVectors];
@@ -163,11 +197,10 @@ void score(const TilePart& part) {
 
 template <class Values, int R, int C>
 void mix_columns(const TilePart& part, int column) {
-  const int ahead = part.next == nullptr || column > 0 ? 0 : lines_a_step(part.next_bytes, 8);
   Floats sums[R][C] = {};
   for (int unit = part.first / kUnit; unit * kUnit < part.last; ++unit) {
     const std::uint8_t* values = part.values[unit];
-    const std::uint8_t* next = ahead > 0 ? part.next[unit] : nullptr;
+    const Ahead ahead = column == 0 ? ahead_of_values(part, unit, kUnit / 2) : Ahead();
     const float* weights = part.scores + unit * kUnit;
     const int count = part.last - unit * kUnit < kUnit ? part.last - unit * kUnit : kUnit;
     const auto add = [&](int slot) {
@@ -185,7 +218,7 @@ PS_UNROLL
     };
     int slot = 0;
     for (; slot + 2 <= count; slot += 2) {
-      if (next != nullptr) prefetch(next, slot / 2 * ahead, ahead);
+      ahead.fetch(slot / 2);
       add(slot);
       add(slot + 1);
     }

@@ -25,11 +25,11 @@ struct TilePart {
   bool pairs;           // products of bf16 pairs, where packed so
   const std::uint8_t* const* keys;    // the part's units
   const std::uint8_t* const* values;
-  // To prefetch: the keys that will be read after this part, or null; bytes of a unit's keys, and
-  // of its values, 0 where they are in the cache already.
+  // To prefetch: bytes of a unit's keys and values, 0 where they are in the cache already, and the
+  // keys that will be read after this part.
+  int key_bytes, value_bytes;
   const std::uint8_t* const* next;
-  int next_bytes;
-  int value_bytes;
+  int next_units;
   int first, last;                    // keys that any row sees lie in [first, last)
   const std::int32_t* low;            // [rows]: each row sees [low, high)
   const std::int32_t* high;

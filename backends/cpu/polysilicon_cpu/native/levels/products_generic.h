@@ -26,7 +26,15 @@ constexpr int kVectorBytes = 16;
 constexpr int kRowsAtOnce = 2;
 #endif
 constexpr int kVectors = 64 / kVectorBytes;
+// Whole vectors of the level; read and written at any address.
 typedef float Floats __attribute__((vector_size(kVectorBytes)));
+typedef float LooseFloats __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
+typedef std::int32_t Ints __attribute__((vector_size(kVectorBytes)));
+typedef std::int32_t LooseInts __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
+typedef std::uint16_t Pairs16 __attribute__((vector_size(kVectorBytes)));
+typedef std::uint16_t LoosePairs16
+    __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
+constexpr int kVectorLanes = kVectorBytes / 4;
 
 constexpr int kMaxRowsAtOnce = 8;
 
@@ -139,17 +147,17 @@ void code_bytes(const std::uint8_t* tile, int bits, std::uint8_t* out) {
   int low = 0;
   for (int width = 4; width; width >>= 1) {
     if (!(bits & width)) continue;
-    const unsigned mask = (1u << width) - 1;
+    // Shifts of 16 bits bring in bits of the neighbouring byte, which the mask takes out again.
+    const std::uint16_t mask = static_cast<std::uint16_t>(((1u << width) - 1) * 0x0101u);
     for (int r = 0; r < 8; ++r) {
       const std::uint8_t* plane = tile + r % width * 64;
       const int shift = r / width * width;
       std::uint8_t* bytes = out + r * 64;
-      if (low == 0) {
-        for (int i = 0; i < 64; ++i) bytes[i] = static_cast<std::uint8_t>(plane[i] >> shift & mask);
-      } else {
-        for (int i = 0; i < 64; ++i) {
-          bytes[i] = static_cast<std::uint8_t>(bytes[i] | (plane[i] >> shift & mask) << low);
-        }
+      for (int i = 0; i < 64; i += kVectorBytes) {
+        const Pairs16 stored = *reinterpret_cast<const LoosePairs16*>(plane + i);
+        Pairs16 codes = (stored >> shift & mask) << low;
+        if (low > 0) codes |= *reinterpret_cast<const LoosePairs16*>(bytes + i);
+        *reinterpret_cast<LoosePairs16*>(bytes + i) = codes;
       }
     }
     tile += width * 64;
@@ -181,25 +189,30 @@ void tile_values(const Segment& segment, const std::uint8_t* tile, const float* 
   }
   alignas(64) std::uint8_t codes[8 * 64];
   code_bytes(tile, segment.bits, codes);
-  for (int k = 0; k < kTile; ++k) {
-    std::uint32_t words[kLanes];
-    std::memcpy(words, codes + k / 4 * 64, sizeof words);
-    const int shift = k % 4 * 8;
-    const int at = segment.halves ? k / 16 * kLanes : 0;
-    float* lanes = out + k * kLanes;
-    if (segment.codes == Codes::kTable) {
-      for (int n = 0; n < kLanes; ++n) {
-        lanes[n] = scale[at + n] * segment.table[words[n] >> shift & 255];
-      }
-    } else if (bias == nullptr) {
-      for (int n = 0; n < kLanes; ++n) {
-        const int code = static_cast<int>(words[n] >> shift & 255) - segment.offset;
-        lanes[n] = scale[at + n] * static_cast<float>(code);
-      }
-    } else {
-      for (int n = 0; n < kLanes; ++n) {
-        const int code = static_cast<int>(words[n] >> shift & 255) - segment.offset;
-        lanes[n] = scale[at + n] * static_cast<float>(code) + bias[at + n];
+  if (segment.codes == Codes::kTable) {
+    const float* table = segment.table;
+    for (int k = 0; k < kTile; ++k) {
+      const float* factors = scale + (segment.halves ? k / 16 * kLanes : 0);
+      const std::uint8_t* lanes = codes + k / 4 * 64 + k % 4;
+      for (int n = 0; n < kLanes; ++n) out[k * kLanes + n] = factors[n] * table[lanes[n * 4]];
+    }
+    return;
+  }
+  const int offset = segment.offset;
+  for (int half = 0; half < 2; ++half) {
+    for (int v = 0; v < kVectors; ++v) {
+      const int at = (segment.halves ? half * kLanes : 0) + v * kVectorLanes;
+      const Floats factor = *reinterpret_cast<const LooseFloats*>(scale + at);
+      const Floats added =
+          bias == nullptr ? Floats{} : *reinterpret_cast<const LooseFloats*>(bias + at);
+      for (int r = half * 4; r < half * 4 + 4; ++r) {
+        const Ints words = *reinterpret_cast<const LooseInts*>(codes + r * 64 + v * kVectorBytes);
+        float* lanes = out + r * 4 * kLanes + v * kVectorLanes;
+        for (int b = 0; b < 4; ++b) {
+          const Ints code = (words >> b * 8 & 255) - offset;
+          *reinterpret_cast<LooseFloats*>(lanes + b * kLanes) =
+              __builtin_convertvector(code, Floats) * factor + added;
+        }
       }
     }
   }
@@ -225,19 +238,32 @@ void finish(const float* lanes, const Segment& segment, int block, const float* 
   }
 }
 
+// Sums of one row after the other stand in registers: as many rows as the level has room for.
 template <int rows>
 void panel_float32(const float* panel, int inputs, const float* x, std::ptrdiff_t stride,
                    float (*lanes)[kLanes]) {
-  Floats sums[rows][kVectors] = {};
+  Floats sums[rows][kVectors];
+#pragma GCC unroll 8
+  for (int m = 0; m < rows; ++m) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) sums[m][v] = Floats{};
+  }
   for (int k = 0; k < inputs; ++k) {
-    Floats values[kVectors];
-    std::memcpy(values, panel + k * kLanes, sizeof values);
+    const LooseFloats* values = reinterpret_cast<const LooseFloats*>(panel + k * kLanes);
+#pragma GCC unroll 8
     for (int m = 0; m < rows; ++m) {
       const float factor = x[m * stride + k];
+#pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sums[m][v] += values[v] * factor;
     }
   }
-  std::memcpy(lanes, sums, sizeof sums);
+#pragma GCC unroll 8
+  for (int m = 0; m < rows; ++m) {
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      reinterpret_cast<LooseFloats*>(lanes[m])[v] = sums[m][v];
+    }
+  }
 }
 
 void multiply_float32(const Segment& segment, const std::uint8_t* data, const RecordLayout& layout,
