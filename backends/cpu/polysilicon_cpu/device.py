@@ -27,8 +27,9 @@ from polysilicon_cpu.handles import MatrixHandle, VectorHandle, place, placed_by
 from polysilicon_cpu.options import Options
 from polysilicon_cpu.pools import CPUAdapterPool, CPUKVPool
 from polysilicon_cpu.program import CPUProgram, PendingStep
+from polysilicon_cpu.recording import Recording
 from polysilicon_cpu.sampling import CPUPendingTokens, sample
-from polysilicon_cpu.trace import Recording, RecordingOps
+from polysilicon_cpu.trace import RecordingOps
 
 _COMPUTE = {"auto": "int8", "int8": "int8", "bf16": "bf16", "f32": "f32"}
 

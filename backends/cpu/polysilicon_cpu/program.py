@@ -14,8 +14,9 @@ from polysilicon.backend import Batch, Forward, Outputs, PendingTokens
 from polysilicon_cpu import library
 from polysilicon_cpu.arrays import Array, Float32, address
 from polysilicon_cpu.calls import Call
+from polysilicon_cpu.recording import Recording
 from polysilicon_cpu.sampling import CPUPendingTokens
-from polysilicon_cpu.trace import Recording
+from polysilicon_cpu.trace import RecordingOps
 
 if TYPE_CHECKING:
     from polysilicon_cpu.device import CPUDevice
@@ -29,7 +30,7 @@ class CPUProgram:
         self.device = device
         self.hidden = tuple(hidden)
         self.recording = Recording(exact=device.exact_attention)
-        self.recording.trace(forward, self.hidden)
+        self.recording.trace(forward, RecordingOps(self.recording), self.hidden)
         self.pointer: int = native.ps_tape_create(device.options.profile)
         self.finalizer = weakref.finalize(self, native.ps_tape_destroy, self.pointer)
         self.finalizer.atexit = False

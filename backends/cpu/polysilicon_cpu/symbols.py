@@ -44,10 +44,10 @@ class Buffer:
     """Where ops write: rows of `width` floats, one a token, or one a logit row.
 
     born, last_use: indices of the first and last ops that touch it. output: which of the program's
-    outputs it is.
+    outputs it is. over: one that the op which writes this may overwrite.
     """
 
-    __slots__ = ("born", "last_use", "number", "of_logits", "output", "width")
+    __slots__ = ("born", "last_use", "memory", "number", "of_logits", "output", "over", "width")
 
     def __init__(self, width: int, of_logits: bool, now: int) -> None:
         self.width = width
@@ -55,6 +55,8 @@ class Buffer:
         self.born = now
         self.last_use = now
         self.output: int | None = None
+        self.over: Buffer | None = None
+        self.memory = -1
         self.number = -1
 
 

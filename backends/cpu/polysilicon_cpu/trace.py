@@ -1,16 +1,13 @@
-"""Recording a forward: every op that it calls becomes one native op over numbered buffers."""
+"""The ops that a forward calls while it is traced: each records a native one."""
 
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Any
 
 from polysilicon.backend import (
     AdapterRef,
     Batch,
-    Forward,
     Handle,
     KVPool,
     Normalization,
@@ -22,138 +19,11 @@ from polysilicon_cpu import library
 from polysilicon_cpu.arrays import address
 from polysilicon_cpu.handles import MatrixHandle, matrix_of, vector_of
 from polysilicon_cpu.pools import CPUAdapterPool, CPUKVPool
-from polysilicon_cpu.symbols import Buffer, Field, Value, symbolic_batch
+from polysilicon_cpu.recording import Recording, operand
+from polysilicon_cpu.symbols import Value
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swiglu_oai": 4}
 _SCORINGS = {"softmax": 0, "softmax_top_k": 1, "sigmoid": 2}
-_NOTHING = library.Operand(-1, 0, 0)
-
-Emit = Callable[[ctypes.CDLL, int], None]
-"""Adds one op to a native tape, given the library and the tape; buffers have their numbers then."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Output:
-    """One array that a step gives back: rows of `width` floats."""
-
-    width: int
-    of_logits: bool
-
-
-class Recording:
-    """The ops of a forward, recorded once, in the order in which it called them.
-
-    outputs: the logits, then the hidden states asked for. kept: objects that native ops point to.
-    """
-
-    def __init__(self, *, exact: bool = False) -> None:
-        self.exact = exact
-        self._open = False
-        self.outputs: list[Output] = []
-        self.kept: list[object] = []
-        self.pools: list[CPUKVPool] = []
-        self.adapter_pools: list[CPUAdapterPool] = []
-        self._emits: list[Emit] = []
-        self._buffers: list[Buffer] = []
-        self._ropes: dict[Rope, int] = {}
-
-    def trace(self, forward: Forward, hidden: Sequence[int]) -> None:
-        self._open = True
-        result = forward(RecordingOps(self), symbolic_batch())
-        for value in (result.logits, *(result.hidden[layer] for layer in hidden)):
-            self._add_output(self.own(value, "an output of the forward"))
-        self._open = False
-
-    def own(self, value: Any, what: str) -> Value:
-        """Refuse what is no value of this recording."""
-        if not isinstance(value, Value) or value.tape is not self:
-            raise ValueError(f"{what} is {type(value).__name__}, no value of this forward")
-        return value
-
-    def field(self, value: Any, name: str, what: str) -> None:
-        """Refuse what is not a certain field of the batch."""
-        if not isinstance(value, Field) or value.name != name:
-            raise ValueError(f"{what} takes batch.{name}")
-
-    def new(self, width: int, of_logits: bool) -> Value:
-        """A buffer for the op that is recorded next."""
-        if not self._open:
-            raise ValueError("ops of the cpu backend can be called by a forward alone: see compile")
-        buffer = Buffer(width, of_logits, len(self._emits))
-        self._buffers.append(buffer)
-        return Value(self, buffer, 0, width)
-
-    def add(self, emit: Emit, *values: Value | None) -> None:
-        """Record an op that reads or writes these values."""
-        for value in values:
-            if value is not None:
-                value.buffer.last_use = len(self._emits)
-        self._emits.append(emit)
-
-    def rope_table(self, rope: Rope) -> Callable[[ctypes.CDLL, int], int]:
-        """Makes or finds the native table of a rope."""
-
-        def table(native: ctypes.CDLL, tape: int) -> int:
-            if rope not in self._ropes:
-                angles = (ctypes.c_double * len(rope.frequencies))(*rope.frequencies)
-                self._ropes[rope] = native.ps_tape_rope_table(
-                    tape, angles, len(angles), rope.scale, rope.interleaved
-                )
-            return self._ropes[rope]
-
-        return table
-
-    def emit(self, native: ctypes.CDLL, tape: int) -> None:
-        """Write everything to a native tape."""
-        self._number_buffers(native, tape)
-        for emit in self._emits:
-            emit(native, tape)
-
-    def _number_buffers(self, native: ctypes.CDLL, tape: int) -> None:
-        """Give buffers memory that others have done with: a linear scan over their lifetimes.
-        Buffers stand in the order of the ops that write them first."""
-        free: list[int] = []
-        busy: list[tuple[int, int]] = []
-        count = 0
-        for buffer in self._buffers:
-            still_busy = []
-            for end, memory in busy:
-                if end < buffer.born:
-                    free.append(memory)
-                else:
-                    still_busy.append((end, memory))
-            busy = still_busy
-            memory = -1
-            if buffer.output is None:
-                if free:
-                    memory = free.pop()
-                else:
-                    memory, count = count, count + 1
-                busy.append((buffer.last_use, memory))
-            output = -1 if buffer.output is None else buffer.output
-            buffer.number = native.ps_tape_buffer(
-                tape, buffer.width, int(buffer.of_logits), output, memory
-            )
-
-    def _add_output(self, value: Value) -> None:
-        index = len(self.outputs)
-        self.outputs.append(Output(width=value.width, of_logits=value.buffer.of_logits))
-        if value.width == value.buffer.width and value.buffer.output is None:
-            value.buffer.output = index
-            return
-        target = self.new(value.width, value.buffer.of_logits)
-        target.buffer.output = index
-        self.add(
-            lambda native, tape: native.ps_tape_copy(tape, operand(value), operand(target)),
-            value,
-            target,
-        )
-
-
-def operand(value: Value | None) -> library.Operand:
-    if value is None:
-        return _NOTHING
-    return library.Operand(value.buffer.number, value.offset, value.width)
 
 
 class RecordingOps(Ops):
@@ -240,7 +110,7 @@ class RecordingOps(Ops):
     def add(self, a: Any, b: Any) -> Value:
         first, second = self._own(a, "add's a"), self._own(b, "add's b")
         self._same("add", first, second)
-        out = self._new(first.width, first)
+        out = self._new(first.width, first, over=first)
         self._tape.add(
             lambda native, tape: native.ps_tape_add(
                 tape, operand(first), operand(second), operand(out)
@@ -451,8 +321,8 @@ class RecordingOps(Ops):
     def _own(self, value: Any, what: str) -> Value:
         return self._tape.own(value, what)
 
-    def _new(self, width: int, like: Value | None = None) -> Value:
-        return self._tape.new(width, like is not None and like.buffer.of_logits)
+    def _new(self, width: int, like: Value | None = None, over: Value | None = None) -> Value:
+        return self._tape.new(width, like is not None and like.buffer.of_logits, over)
 
     def _keep(self, *objects: object) -> None:
         self._tape.kept.extend(objects)
@@ -473,16 +343,17 @@ class RecordingOps(Ops):
     ) -> tuple[Value, Value | None, Value | None, Value]:
         """x, the residual, the sum of both where there is one, and the result."""
         value = self._own(x, "the norm's x")
-        out = self._new(value.width, value)
         if residual is None:
-            return value, None, None, out
+            return value, None, None, self._new(value.width, value, over=value)
         other = self._own(residual, "the norm's residual")
         self._same("a norm with a residual", value, other)
-        return value, other, self._new(value.width, value), out
+        hidden = self._new(value.width, value, over=other)
+        own = None if value.buffer is other.buffer else value
+        return value, other, hidden, self._new(value.width, value, over=own)
 
     def _map(self, name: str, x: Any, number: float) -> Value:
         value = self._own(x, f"{name}'s x")
-        out = self._new(value.width, value)
+        out = self._new(value.width, value, over=value)
         self._tape.add(
             lambda native, tape: getattr(native, f"ps_tape_{name}")(
                 tape, operand(value), number, operand(out)

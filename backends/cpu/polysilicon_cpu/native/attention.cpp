@@ -10,7 +10,9 @@
 namespace polysilicon {
 namespace {
 
-constexpr int kPairRows = 24;      // from here on products of bf16 pairs are worth it
+// From so many queries of a key on, those of one token or all, products of bf16 pairs are worth it.
+constexpr int kPairGroup = 8;
+constexpr int kPairRows = 24;
 constexpr int kPrefetchRows = 12;  // up to here reading may take longer than computing
 constexpr int kStoredTokens = 8;   // of one task
 constexpr float kLog2E = 1.44269504088896341f;
@@ -163,7 +165,8 @@ void Attention::store(const View& k, const View& v) {
       for (int head = 0; head < layout_.heads; ++head) {
         int offset;
         std::uint8_t* unit = pool_.unit(layer_, slots[token], head, &offset);
-        prepare(k.row(token) + head * layout_.key.dim, token, parameters_.k_norm, parameters_.k_eps, key);
+        prepare(k.row(token) + head * layout_.key.dim, token, parameters_.k_norm,
+                parameters_.k_eps, key);
         kernels_.store_key(layout_.key.storage, key, layout_.key.dim, offset, unit);
         kernels_.store_value(layout_.value.storage, v.row(token) + head * layout_.value.dim,
                              layout_.value.dim, width_, offset, unit + pool_.key_bytes());
@@ -192,8 +195,8 @@ void Attention::run() {
   }
 }
 
-// Pointers to the units that an item needs of a part, at their places in it; the rest are left alone.
-// values: null where only the keys are wanted.
+// Pointers to the units that an item needs of a part, at their places in it; the rest are left
+// alone. values: null where only the keys are wanted.
 Units Attention::resolve(const AttentionPlan::Item& item, int part, const Scratch& scratch,
                          const std::uint8_t** keys, const std::uint8_t** values) const {
   int low = kPart, high = 0;
@@ -330,7 +333,8 @@ void Attention::run_item(int number, int thread) {
   const AttentionPlan::Item& item = plan_.items[number];
   const Scratch scratch = scratch_of(thread);
   const int rows = item.count * group_;
-  const bool pairs = kernels_.pairs && !parameters_.exact && rows >= kPairRows &&
+  const bool pairs = kernels_.pairs && !parameters_.exact &&
+                     (rows >= kPairRows || group_ >= kPairGroup) &&
                      layout_.key.storage == Storage::kBF16 &&
                      layout_.value.storage == Storage::kBF16;
   const bool whole = token_of(item, 0).partial < 0;

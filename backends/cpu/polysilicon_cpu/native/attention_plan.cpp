@@ -69,7 +69,8 @@ void AttentionPlan::make(const KVLayout& layout, const BatchView& batch, int gro
                  (block.count * group + kReadingCost);
     total += block.cost;
   }
-  const std::int64_t target = std::max<std::int64_t>(total * heads_ / (threads * kItemsPerThread), 1);
+  const std::int64_t target =
+      std::max<std::int64_t>(total * heads_ / (threads * kItemsPerThread), 1);
   const auto chunk_of = [&](const Block& block) {
     const std::int64_t parts = block.last_part - block.first_part;
     return threads == 1 || block.cost <= target

@@ -1,5 +1,5 @@
-// How a step's attention is divided: what each query sees, and which thread-sized items of work read
-// which parts of which contexts.
+// How a step's attention is divided: what each query sees, and which thread-sized items of work
+// read which parts of which contexts.
 #pragma once
 
 #include <cstddef>

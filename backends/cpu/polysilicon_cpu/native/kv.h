@@ -1,7 +1,7 @@
 // The pages of one KV group in the order that attention reads them.
 //
-// A unit is 16 consecutive slots of one key head of one layer. Its keys stand dimension by dimension,
-// so that 16 scores are computed side by side, and its values slot by slot:
+// A unit is 16 consecutive slots of one key head of one layer. Its keys stand dimension by
+// dimension, so that 16 scores are computed side by side, and its values slot by slot:
 //
 //   keys, f32 and f16    [dim][16]
 //   keys, bf16           [dim / 2][16][2], pairs of dimensions for dot products of two

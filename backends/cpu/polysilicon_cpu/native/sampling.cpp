@@ -265,7 +265,9 @@ void Sampler::settle(int row) {
   if (reports_) {
     if (!adjusted) std::copy(state.maxima, state.maxima + blocks_, state.raw_maxima);
     float peak = kNothing;
-    for (int chunk = 0; chunk < chunks_; ++chunk) peak = std::max(peak, chunk_of(row, chunk).raw_peak);
+    for (int chunk = 0; chunk < chunks_; ++chunk) {
+      peak = std::max(peak, chunk_of(row, chunk).raw_peak);
+    }
     double total = 0;
     for (int chunk = 0; chunk < chunks_; ++chunk) {
       const Chunk& result = chunk_of(row, chunk);

@@ -87,14 +87,16 @@ struct Ahead {
 };
 
 // By experiment: with more the first cache overflows, with less memory is too slow.
-constexpr int kAheadBytes = 8192;
+constexpr int kAheadBytes = 16384;
 
 int units_ahead(int bytes) { return bytes >= kAheadBytes ? 1 : kAheadBytes / bytes; }
 
-Ahead ahead_of_keys(const TilePart& part, int unit, int steps) {
+// beside: units that are read at once.
+Ahead ahead_of_keys(const TilePart& part, int unit, int beside, int steps) {
   if (part.key_bytes == 0) return {};
   const int end = (part.last + kUnit - 1) / kUnit;
-  const int other = unit + units_ahead(part.key_bytes);
+  const int least = units_ahead(part.key_bytes);
+  const int other = unit + (least < beside ? beside : least);
   if (other < end) return {part.keys[other], part.key_bytes, steps};
   const int value = part.first / kUnit + other - end;
   if (value < end) return {part.values[value], part.value_bytes, steps};
@@ -120,7 +122,7 @@ void score_units(const TilePart& part, int unit) {
 PS_UNROLL
   for (int u = 0; u < U; ++u) keys[u] = part.keys[unit + u];
   Ahead ahead[U];
-  for (int u = 0; u < U; ++u) ahead[u] = ahead_of_keys(part, unit + u, part.dim / 2);
+  for (int u = 0; u < U; ++u) ahead[u] = ahead_of_keys(part, unit + u, U, part.dim / 2);
   Floats sums[R][U * kVectors] = {};
   for (int d = 0; d < part.dim; d += 2, q += 2 * R) {
 PS_UNROLL
@@ -157,6 +159,8 @@ void score_pairs(const TilePart& part, int unit) {
   const std::uint8_t* keys[U];
 PS_UNROLL
   for (int u = 0; u < U; ++u) keys[u] = part.keys[unit + u];
+  Ahead ahead[U];
+  for (int u = 0; u < U; ++u) ahead[u] = ahead_of_keys(part, unit + u, U, part.dim / 2);
   __m512 sums[R][U];
 PS_UNROLL
   for (int r = 0; r < R; ++r) {
@@ -164,6 +168,8 @@ PS_UNROLL
     for (int u = 0; u < U; ++u) sums[r][u] = _mm512_setzero_ps();
   }
   for (int pair = 0; pair < part.dim / 2; ++pair, q += R) {
+PS_UNROLL
+    for (int u = 0; u < U; ++u) ahead[u].fetch(pair);
     __m512bh k[U];
 PS_UNROLL
     for (int u = 0; u < U; ++u) k[u] = (__m512bh)_mm512_loadu_si512(keys[u] + pair * 64);
@@ -269,9 +275,13 @@ PS_UNROLL
       for (int c = 0; c < C; ++c) sums[r][c] = _mm512_dpbf16_ps(sums[r][c], v[c], weight);
     }
   };
-  const int first = part.first / kUnit * (kUnit / 2);
-  for (int pair = first; pair < part.last / 2; ++pair) {
-    add(part.values[pair / 8], pair, pair % 8, ~__mmask32{0});
+  for (int unit = part.first / kUnit; unit * kUnit < part.last; ++unit) {
+    const Ahead ahead = column == 0 ? ahead_of_values(part, unit, kUnit / 2) : Ahead();
+    const int pairs = part.last / 2 - unit * 8 < 8 ? part.last / 2 - unit * 8 : 8;
+    for (int pair = 0; pair < pairs; ++pair) {
+      ahead.fetch(pair);
+      add(part.values[unit], unit * 8 + pair, pair, ~__mmask32{0});
+    }
   }
   if (part.last % 2) {
     const int pair = part.last / 2;
@@ -489,7 +499,8 @@ void store_value(Storage storage, const float* value, int dim, int width, int of
       return;
     }
     case Storage::kF16: {
-      std::uint16_t* row = static_cast<std::uint16_t*>(unit) + static_cast<std::size_t>(offset) * width;
+      std::uint16_t* row =
+          static_cast<std::uint16_t*>(unit) + static_cast<std::size_t>(offset) * width;
       for (int d = 0; d < dim; ++d) row[d] = to_f16(value[d]);
       return;
     }
@@ -545,11 +556,15 @@ void angles(const double* frequencies, int pairs, float scale, int position, flo
     const double n = shifted - kShift;
     const double r = (angle - n * kQuarter) - n * kRest;
     const double z = r * r;
-    // Taylor's series, beyond double's needs of a float32 result for |r| <= pi / 4.
-    const double s =
-        r + r * z * (-1.0 / 6 + z * (1.0 / 120 + z * (-1.0 / 5040 + z * (1.0 / 362880 - z / 39916800))));
-    const double c =
-        1.0 + z * (-1.0 / 2 + z * (1.0 / 24 + z * (-1.0 / 720 + z * (1.0 / 40320 - z / 3628800))));
+    // Taylor's series: for |r| <= pi / 4 their rest is far below what a float32 shows.
+    double s = 1.0 / 362880 - z / 39916800;
+    s = -1.0 / 5040 + z * s;
+    s = 1.0 / 120 + z * s;
+    s = r + r * z * (-1.0 / 6 + z * s);
+    double c = 1.0 / 40320 - z / 3628800;
+    c = -1.0 / 720 + z * c;
+    c = 1.0 / 24 + z * c;
+    c = 1.0 + z * (-1.0 / 2 + z * c);
     const bool swapped = quarters & 1;
     const double y = swapped ? c : s;
     const double x = swapped ? s : c;

@@ -1,7 +1,7 @@
 // The inner loops of attention, compiled once per level. No pointer needs an alignment.
 //
-// A part is up to 256 consecutive keys of a context that begin at a multiple of 256; a tile is up to
-// `rows` queries that read the same keys. Every sum over a row runs in one order, whatever the
+// A part is up to 256 consecutive keys of a context that begin at a multiple of 256; a tile is up
+// to `rows` queries that read the same keys. Every sum over a row runs in one order, whatever the
 // tile and the other rows: a row's result does not depend, to the bit, on how work was split.
 #pragma once
 
