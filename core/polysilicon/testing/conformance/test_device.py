@@ -40,6 +40,12 @@ def spec_of(device: Device, heads: int = 8) -> KVSpec:
     )
 
 
+@pytest.fixture(autouse=True)
+def collected() -> None:
+    """What earlier tests left to the collector must not go while memory is compared."""
+    gc.collect()
+
+
 def test_backend(backend: Backend) -> None:
     assert isinstance(backend, Backend)
     assert backend.contract[0] == CONTRACT_VERSION[0]
@@ -85,7 +91,6 @@ def test_memory_follows_pools(kit: Kit) -> None:
 
 
 def test_memory_follows_weights(kit: Kit) -> None:
-    gc.collect()  # handles of earlier tests must not go in between
     before = kit.device.memory().used.get("weights", 0)
     handle, _ = kit.dense(kit.normal(512, 512))
     assert handle.nbytes > 0
