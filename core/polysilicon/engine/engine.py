@@ -29,7 +29,6 @@ class _Choice:
 
     request: Request
     index: int
-    sampling: SequenceSampling
     scores: list[TokenLogprobs] = dataclasses.field(default_factory=list)
 
 
@@ -152,11 +151,10 @@ class Engine:
             )
             self._serial += 1
             self.scheduler.add(sequence)
-            sampling = SequenceSampling(
+            self._choices[sequence] = _Choice(request, index)
+            self._samplings[sequence] = SequenceSampling(
                 sampler=sampler, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs
             )
-            self._choices[sequence] = _Choice(request, index, sampling)
-            self._samplings[sequence] = sampling
             sequences.append(sequence)
         self._requests[request.id] = sequences
 
@@ -265,7 +263,7 @@ class Engine:
             choice = self._choices[sequence]
             output = self._output(sequence, choice, result, draw_rows[sequence], token)
             if token is not None:
-                choice.sampling.sampler.append(token)
+                self._samplings[sequence].sampler.append(token)
             outputs.append(output)
             if sequence.finish_reason is not None:
                 self._forget(sequence)

@@ -11,8 +11,8 @@ from polysilicon.backend import KV_DTYPES, Capabilities, Device, DeviceError, KV
 from polysilicon.config import Config
 from polysilicon.engine.client import Client
 from polysilicon.engine.engine import Engine
-from polysilicon.engine.executor import ModelExecutor
 from polysilicon.engine.memory import context_capacity, plan_pages
+from polysilicon.engine.model_executor import ModelExecutor
 from polysilicon.engine.whole_models import build_whole_model_engine, choose_provider
 from polysilicon.errors import ConfigError, ModelError, PluginError
 from polysilicon.kv import GroupSpec, KVManager

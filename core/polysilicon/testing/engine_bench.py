@@ -17,8 +17,8 @@ import pytest
 from polysilicon.backend import AdapterWeights, Device
 from polysilicon.config import Config
 from polysilicon.engine.engine import Engine
-from polysilicon.engine.executor import ModelExecutor
 from polysilicon.engine.loading import build_engine
+from polysilicon.engine.model_executor import ModelExecutor
 from polysilicon.models.loading import load_model
 from polysilicon.request import (
     FinishReason,
