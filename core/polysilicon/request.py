@@ -26,7 +26,8 @@ class SamplingParams:
     """How one request is sampled; the names and meanings are those of vLLM.
 
     n: independent choices. max_tokens: most tokens to generate, None up to the context's end.
-    min_tokens: tokens before which no end-of-sequence or stop token may come.
+    min_tokens: tokens before which no end-of-sequence or stop token may come, and no stop text is
+    looked for.
     temperature: 0 is greedy. top_k: 0 is off. top_p, min_p, typical_p: cuts, off at 1, 0 and 1.
     repetition_penalty: on prompt and output; presence_penalty, frequency_penalty: on output.
     seed: None draws one. stop: texts that end the output, removed from it unless
