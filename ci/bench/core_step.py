@@ -16,7 +16,8 @@ from polysilicon.engine.batching import SequenceSampling, build_step
 from polysilicon.kv.manager import GroupSpec, KVManager
 from polysilicon.request import SamplingParams
 from polysilicon.sampling.rows import SequenceSampler
-from polysilicon.scheduler import Policy, Scheduler, Sequence
+from polysilicon.policies import Claim
+from polysilicon.scheduler import Scheduler, Sequence
 
 
 def run(sequences: int, context: int, steps: int, window: int | None) -> dict[str, float]:
@@ -38,7 +39,7 @@ def run(sequences: int, context: int, steps: int, window: int | None) -> dict[st
         )
         sequence = Sequence(
             prompt,
-            order=Policy().order(arrival=0.0, priority=0, serial=serial),
+            claim=Claim(serial=serial),
             max_tokens=length,
             end_rule=sampler,
         )
@@ -48,19 +49,19 @@ def run(sequences: int, context: int, steps: int, window: int | None) -> dict[st
     in_flight = []
     while len(times["complete"]) < steps:
         at = [time.perf_counter()]
-        step = scheduler.schedule()
+        step = scheduler.schedule(at[0])
         at.append(time.perf_counter())
         previous = in_flight[-1][2].draw_rows if in_flight else {}
         arrays = build_step(step, kv, samplings, previous, 49152)
         at.append(time.perf_counter())
-        fence = scheduler.submitted(step)
+        fence = scheduler.submitted(step, at[-1])
         in_flight.append((step, fence, arrays))
         at.append(time.perf_counter())
         if len(in_flight) > 1:
             done, fence, arrays = in_flight.pop(0)
             tokens = random.integers(0, 49152, len(arrays.draw_rows)).astype(np.int32)
             at.append(time.perf_counter())
-            for sequence, token in scheduler.complete(done, fence, tokens):
+            for sequence, token in scheduler.complete(done, fence, tokens, at[-1]):
                 samplings[sequence].sampler.append(token)
             times["complete"].append(time.perf_counter() - at[-1])
             for name, begin, end in zip(times, at, at[1:], strict=False):

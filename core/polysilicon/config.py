@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -94,7 +94,9 @@ class Config(BaseModel):
     block_plugins: tuple[str, ...] = Field(
         default=(), description="Plugin not to load; may be repeated."
     )
-    kv_dtype: str | None = Field(default=None, description="KV cache dtype: f32, f16 or bf16.")
+    kv_dtype: str | None = Field(
+        default=None, description="KV cache dtype: f32, f16, bf16 or int8."
+    )
     page_size: int | None = Field(default=None, ge=1, description="Tokens of a KV page.")
     kv_memory: Annotated[int | None, BeforeValidator(_bytes)] = Field(
         default=None, ge=1, description="Memory for the KV cache: bytes, or such as 2GiB."
@@ -106,11 +108,77 @@ class Config(BaseModel):
         default=64, ge=1, le=1 << 16, description="Most sequences that run at once."
     )
     step_tokens: int = Field(default=512, ge=1, description="Most tokens computed in a step.")
+    policy: Literal["priority", "fcfs", "slo"] = Field(
+        default="priority",
+        description="Who goes first: priority (equal ones as they come), fcfs, or slo, the "
+        "earliest due first token that can still come in time.",
+    )
+    slo_ttft: float | None = Field(
+        default=None, gt=0, le=1e9, description="Milliseconds to the first token, by default."
+    )
+    slo_tpot: float | None = Field(
+        default=None,
+        gt=0,
+        le=1e9,
+        description="Milliseconds for each further token, by default; steps are kept below it.",
+    )
     deterministic: bool = Field(
         default=False, description="Results bitwise independent of batching, where the backend can."
     )
     chat_template: str | None = Field(
         default=None, description="File with a chat template, in place of the model's."
+    )
+
+    host: str = Field(
+        default="127.0.0.1", description="Address to listen on; 0.0.0.0 is every interface."
+    )
+    port: int = Field(default=8000, ge=0, le=65535, description="Port; 0 takes a free one.")
+    api_key: tuple[str, ...] = Field(
+        default=(),
+        description="Key that clients must send; may be repeated. Other users of the machine see "
+        "command lines: prefer --api-key-file or the variable POLYSILICON_API_KEY.",
+    )
+    api_key_file: str | None = Field(default=None, description="File with one API key a line.")
+    served_model_name: tuple[str, ...] = Field(
+        default=(),
+        description="Name of the model for clients, in place of MODEL; may be repeated, the first "
+        "stands in answers.",
+    )
+    max_waiting: int = Field(
+        default=256, ge=0, description="Most sequences that wait to run; further ones get a 503."
+    )
+    max_waiting_kv: float = Field(
+        default=4.0,
+        gt=0,
+        le=1e6,
+        description="KV pages that what waits may need, in multiples of the whole KV cache; further "
+        "requests get a 503.",
+    )
+    step_timeout: float = Field(
+        default=120.0,
+        gt=0,
+        le=1e7,
+        description="Seconds without a step, while work waits, after which the engine counts as "
+        "hung and is restarted.",
+    )
+    max_restarts: int = Field(
+        default=5, ge=0, description="Restarts of the engine within ten minutes, before giving up."
+    )
+    request_timeout: float = Field(
+        default=600.0, gt=0, le=1e7, description="Seconds after which a request is given up."
+    )
+    drain_timeout: float = Field(
+        default=30.0,
+        ge=0,
+        le=1e7,
+        description="Seconds that running requests have to end after SIGTERM.",
+    )
+    max_body: Annotated[int, BeforeValidator(_bytes)] = Field(
+        default=32 << 20, ge=1, description="Most bytes of a request's body, or such as 32MiB."
+    )
+    cors_origin: tuple[str, ...] = Field(
+        default=(),
+        description="Origin of web pages that may call the server, or *; may be repeated.",
     )
 
     n: int | None = Field(default=None, description="Independent answers.")
@@ -177,6 +245,25 @@ class Config(BaseModel):
 
 SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__)
 """Names of the fields of `Config` that `sampling` reads: all those of `SamplingParams`."""
+
+SERVER_FIELDS = frozenset(
+    {
+        "host",
+        "port",
+        "api_key",
+        "api_key_file",
+        "served_model_name",
+        "max_waiting",
+        "max_waiting_kv",
+        "step_timeout",
+        "max_restarts",
+        "request_timeout",
+        "drain_timeout",
+        "max_body",
+        "cors_origin",
+    }
+)
+"""Names of the fields of `Config` that only `polysilicon serve` reads."""
 
 
 def load_config(path: Path | None = None, flags: Mapping[str, Any] | None = None) -> Config:

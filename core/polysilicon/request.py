@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Mapping
+from typing import Literal
 
 from polysilicon.errors import RequestError
 
@@ -107,12 +108,45 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
 )
 
 
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """What a whole output must be; an output that ends with STOP is a complete match.
+
+    kind and text: `json_object`, any JSON object, no text; `json_schema`, the schema as JSON;
+    `regex`, a regular expression; `choice`, a JSON list of texts, one of which comes; `lark`, a
+    grammar in the Lark dialect of llguidance.
+    """
+
+    kind: GrammarKind
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SLO:
+    """What a request must meet to count as goodput. ttft, tpot: milliseconds, None for no bound."""
+
+    ttft: float | None = None
+    tpot: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "tpot"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value <= 1e9:  # also refuses NaN
+                raise RequestError(f"slo {name} must lie above 0 and up to 1e9 ms, not {value}")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
     """One request as the engine takes it.
 
     prompt: token ids, at least one. adapter: name of a loaded LoRA adapter, or None. salt: cached
-    KV is shared only among requests of equal salt. priority: smaller comes first.
+    KV is shared only among requests of equal salt. priority: smaller comes first. slo: over the
+    engine's default. grammar: what the output must be, or None. arrival: when it came, in seconds of
+    time.monotonic(), None for now. embed: nothing is generated; the result is the prompt's hidden
+    state, the mean over its tokens or the last one's, and max_tokens must be 0.
     """
 
     id: str
@@ -121,6 +155,22 @@ class Request:
     adapter: str | None = None
     salt: str | None = None
     priority: int = 0
+    slo: SLO | None = None
+    grammar: Grammar | None = None
+    arrival: float | None = None
+    embed: Literal["mean", "last"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestTimes:
+    """When what happened to one choice, in seconds of time.monotonic(), which processes of one
+    machine share; None for what has not happened."""
+
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    num_preemptions: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,7 +192,9 @@ class RequestOutput:
     after the prompt.
     num_cached_tokens: prompt tokens that came from the prefix cache.
     finish_reason: set on the last news of this choice; stop_text says which stop text ended it;
-    error is the cause when the reason is ERROR.
+    error is the cause when the reason is ERROR, and refused says that the request itself is at
+    fault. times: with the first and the last news. embedding: for requests that embed, with the
+    last news; not normalised.
     """
 
     request_id: str
@@ -156,3 +208,6 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_text: str | None = None
     error: str | None = None
+    refused: bool = False
+    times: RequestTimes | None = None
+    embedding: tuple[float, ...] = ()

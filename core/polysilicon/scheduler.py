@@ -12,14 +12,18 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import heapq
+import math
+from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from polysilicon.budget import StepBudget, StepCost
 from polysilicon.errors import RequestError
 from polysilicon.kv.manager import KVManager, SequenceKV, SlotCopy
+from polysilicon.policies import FIRST, Claim, Order, Policy, PriorityFirst
 from polysilicon.request import FinishReason
 
 Int32 = npt.NDArray[np.int32]
@@ -47,9 +51,11 @@ class Sequence:
     __slots__ = (
         "_tokens",
         "adapter_slot",
+        "claim",
         "end_rule",
         "finish_reason",
         "kv",
+        "late",
         "leader",
         "max_tokens",
         "num_cached",
@@ -69,7 +75,7 @@ class Sequence:
         self,
         prompt: Iterable[int],
         *,
-        order: tuple[float, int],
+        claim: Claim,
         max_tokens: int,
         end_rule: EndRule,
         root: bytes = b"",
@@ -84,7 +90,9 @@ class Sequence:
         self.num_cached = 0
         self.num_preemptions = 0
         self.num_scored = 0
-        self.order = order
+        self.claim = claim
+        self.order: Order = FIRST
+        self.late = False
         self.max_tokens = max_tokens
         self.end_rule = end_rule
         self.root = root
@@ -143,47 +151,41 @@ class Step:
     num_tokens: int
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Policy:
-    """The order of the queue. A request of priority p comes as if it had arrived `p * patience`
-    seconds later: a smaller priority goes first, and nobody waits for ever."""
-
-    patience: float = 60.0
-
-    def order(self, *, arrival: float, priority: int, serial: int) -> tuple[float, int]:
-        return (arrival + priority * self.patience, serial)
-
-
-@dataclasses.dataclass
-class StepBudget:
-    """Tokens that one step may compute. Decodes are not held back by `limit`, and at least one
-    prefill token runs beside them: a running stream goes on, and a waiting prompt comes nearer, in
-    every step. Only `ceiling`, which the device has shown that it has no memory beyond, binds all.
-    """
-
-    limit: int
-    ceiling: int = 2**31 - 1
-    left: int = 0
-
-    def start(self, decodes: int) -> None:
-        self.left = min(max(self.limit - decodes, 1), self.ceiling - decodes)
-
-
 PROMPT_SCORE_ROWS = 128
 """Most prompt tokens of one sequence whose log-probabilities one step computes: each is a row of
 logits as wide as the vocabulary."""
 
 
+def check_length(num_prompt: int, max_tokens: int, max_length: int) -> None:
+    """RequestError unless a prompt, and a token of output where one is wanted, fit the context."""
+    if num_prompt >= max_length + (max_tokens == 0):
+        raise RequestError(
+            f"the prompt has {num_prompt} tokens, and with its output it must fit into the context "
+            f"of {max_length}: shorten it, or raise --max-length or --kv-memory"
+        )
+
+
 class Scheduler:
     """See the module. Sequences wait in `waiting`, ordered; hold KV in `running`, ordered."""
 
-    def __init__(self, *, kv: KVManager, step_tokens: int, max_length: int) -> None:
+    def __init__(
+        self,
+        *,
+        kv: KVManager,
+        step_tokens: int,
+        max_length: int,
+        policy: Policy = PriorityFirst(),
+    ) -> None:
         self.kv = kv
+        self.policy = policy
         self.budget = StepBudget(step_tokens)
+        self.cost = StepCost()
         self.max_length = max_length
-        self.waiting: list[tuple[tuple[float, int], Sequence]] = []
+        self.waiting: list[tuple[Order, Sequence]] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._submitted: deque[float] = deque()
+        self._last_ended = -math.inf
 
     @property
     def has_work(self) -> bool:
@@ -191,12 +193,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a new sequence. Raises RequestError when its prompt can never be served."""
-        if sequence.num_prompt >= self.max_length + (sequence.max_tokens == 0):
-            raise RequestError(
-                f"the prompt has {sequence.num_prompt} tokens, and with its output it must fit "
-                f"into the context of {self.max_length}: shorten it, or raise --max-length or "
-                "--kv-memory"
-            )
+        check_length(sequence.num_prompt, sequence.max_tokens, self.max_length)
+        sequence.order = self.policy.order(sequence.claim, late=False)
         heapq.heappush(self.waiting, (sequence.order, sequence))
 
     def cancel(self, sequence: Sequence) -> None:
@@ -213,15 +211,21 @@ class Scheduler:
             self.waiting = [item for item in self.waiting if item[1] is not sequence]
             heapq.heapify(self.waiting)
 
-    def schedule(self) -> Step | None:
-        """The next step, or None when nothing can run before a step in flight completes."""
+    def schedule(self, now: float) -> Step | None:
+        """The next step, or None when nothing can run before a step in flight completes.
+
+        now: seconds, of the clock that `Claim.arrival` was read from.
+        """
+        if self.policy.guards_slo:
+            self._demote(now)
+        self._displace()
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         for sequence in self.running:
             if self._may_run(sequence):
                 (decodes if self._is_decode(sequence) else prefills).append(sequence)
         del decodes[self.budget.ceiling :]
-        self.budget.start(len(decodes))
+        self._start_budget(decodes)
         scheduled: dict[Sequence, Scheduled] = {}
         preempted = False
         for sequence in (*decodes, *prefills):
@@ -260,9 +264,10 @@ class Scheduler:
                 self._preempt(share.sequence)
         return step.num_tokens > 1
 
-    def submitted(self, step: Step) -> int:
+    def submitted(self, step: Step, now: float) -> int:
         """The step was submitted: advance its sequences. Returns the fence for `complete`."""
         fence = self.kv.step_submitted()
+        self._submitted.append(now)
         for share in step.scheduled:
             sequence = share.sequence
             sequence.pending_copies = ()
@@ -273,11 +278,14 @@ class Scheduler:
             self.kv.commit(sequence.kv, sequence.tokens, sequence.known_computed())
         return fence
 
-    def complete(self, step: Step, fence: int, tokens: Int32) -> list[tuple[Sequence, int | None]]:
+    def complete(
+        self, step: Step, fence: int, tokens: Int32, now: float
+    ) -> list[tuple[Sequence, int | None]]:
         """The step ended. tokens: int32, one for each share that samples, in order. Returns the
         sequences that got one, and those that wanted none (None); those that ended have their
         `finish_reason` set."""
         self.kv.step_ended(fence)
+        self._measure(step, now)
         news: list[tuple[Sequence, int | None]] = []
         row = 0
         for share in step.scheduled:
@@ -294,6 +302,8 @@ class Scheduler:
                 continue
             known_output = sequence.num_tokens - sequence.num_prompt
             ends = sequence.end_rule.ends(token, known_output)
+            if not known_output and self.policy.guards_slo and self._misses(sequence, now):
+                self._set_late(sequence)
             sequence.append(token)
             news.append((sequence, token))
             if ends:
@@ -342,7 +352,9 @@ class Scheduler:
             sequence = self.waiting[0][1]
             if sequence.num_in_flight or self._waits_for_leader(sequence):
                 return
-            if self.running and self._available() <= len(self.running):
+            if self.running and not self._bears(sequence):
+                return
+            if self.running and not self._has_room():
                 return
             kv = self.kv.open(sequence.tokens, sequence.root, reuse=not sequence.scores_prompt)
             if kv is None:
@@ -369,6 +381,91 @@ class Scheduler:
             and leader.num_computed < leader.num_prompt
         )
 
+    def _bears(self, sequence: Sequence) -> bool:
+        """Whether the sequence may decode beside those that run and go before it: the policy does
+        not ask, or their TPOT, and its own, would still be met."""
+        if not self.policy.guards_slo or not self.cost.is_known:
+            return True
+        others = [other for other in self.running if sequence.late or not other.late]
+        if not others:
+            return True
+        target = _tightest_tpot((sequence, *others))
+        decodes, context = len(others) + 1, _context(others) + sequence.num_tokens
+        return target is None or (
+            self.cost.seconds(prefill=0, decodes=decodes, context=context) <= target
+        )
+
+    def _has_room(self) -> bool:
+        """Whether one more sequence may start: with a row, and a page for each that runs."""
+        return bool(self.kv.free_rows) and self._available() > len(self.running)
+
+    def _displace(self) -> None:
+        """Preempt the last that runs, where the first that waits lacks room and the policy lets it
+        take that place. One at a time: a row comes back when the steps in flight have ended."""
+        if not (self.waiting and self.running) or self.kv.limbo_rows:
+            return
+        sequence, last = self.waiting[0][1], self.running[-1]
+        if sequence.late or sequence.num_in_flight or self._has_room():
+            return
+        if self.policy.displaces(sequence.claim, last.claim, other_late=last.late):
+            self._preempt(last)
+
+    def _demote(self, now: float) -> None:
+        """Give the place of sequences that can no longer meet their TTFT to those that can."""
+        while self.waiting and self._misses(self.waiting[0][1], now):
+            _, sequence = heapq.heappop(self.waiting)
+            self._set_late(sequence)
+            heapq.heappush(self.waiting, (sequence.order, sequence))
+        for sequence in [each for each in self.running if self._misses(each, now)]:
+            self._set_late(sequence)
+
+    def _set_late(self, sequence: Sequence) -> None:
+        running = sequence.kv is not None
+        if running:
+            self.running.remove(sequence)
+        sequence.late = True
+        sequence.order = self.policy.order(sequence.claim, late=True)
+        if running:
+            bisect.insort(self.running, sequence, key=_order)
+
+    def _misses(self, sequence: Sequence, now: float) -> bool:
+        """Whether a sequence becomes late: its first token cannot come in time any more."""
+        deadline = sequence.claim.deadline
+        if deadline is None or sequence.late or sequence.num_tokens > sequence.num_prompt:
+            return False
+        rest = max(sequence.num_prompt - sequence.num_computed, 0)
+        if now + self.cost.prefill_seconds(rest) <= deadline:
+            return False
+        if sequence.kv is None and now <= deadline:
+            rest -= self.kv.cached_tokens(sequence.tokens, sequence.root)
+        return now + self.cost.prefill_seconds(rest) > deadline
+
+    def _start_budget(self, decodes: list[Sequence]) -> None:
+        """Hold back decodes that cost others their TPOT, and so much prefill as does."""
+        target = _tightest_tpot(decodes)
+        if target is None or not self.cost.is_known:
+            self.budget.start(len(decodes))
+            return
+        while decodes and decodes[-1].late and self._decode_seconds(decodes) > target:
+            decodes.pop()
+        within = self.cost.prefill_within(target, decodes=len(decodes), context=_context(decodes))
+        self.budget.start(len(decodes), within)
+
+    def _decode_seconds(self, decodes: list[Sequence]) -> float:
+        return self.cost.seconds(prefill=0, decodes=len(decodes), context=_context(decodes))
+
+    def _measure(self, step: Step, now: float) -> None:
+        """Learn from a step that ended: it ran since its submission, or the end of the last."""
+        began = max(self._submitted.popleft(), self._last_ended)
+        self._last_ended = now
+        decodes = [share for share in step.scheduled if share.count == 1]
+        self.cost.observe(
+            prefill=step.num_tokens - len(decodes),
+            decodes=len(decodes),
+            context=sum(share.start for share in decodes),
+            seconds=now - began,
+        )
+
     def _available(self) -> int:
         """Pages that could be had at once, in the group that has fewest."""
         return min(usage.free + usage.cached for usage in self.kv.usage())
@@ -393,5 +490,20 @@ class Scheduler:
         sequence.pending_copies = ()
 
 
-def _order(sequence: Sequence) -> tuple[float, int]:
+def _order(sequence: Sequence) -> Order:
     return sequence.order
+
+
+def _tightest_tpot(sequences: Iterable[Sequence]) -> float | None:
+    """The least TPOT, in seconds, that one of them still counts on."""
+    targets = [
+        sequence.claim.tpot
+        for sequence in sequences
+        if sequence.claim.tpot is not None and not sequence.late
+    ]
+    return min(targets, default=None)
+
+
+def _context(sequences: Iterable[Sequence]) -> int:
+    """KV slots that a decode of each reads."""
+    return sum(sequence.num_computed for sequence in sequences)

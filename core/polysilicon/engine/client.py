@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterable, Iterator
 from typing import Protocol
 
 from polysilicon.detokenizer import IncrementalDetokenizer, StopChecker
 from polysilicon.errors import RequestError
-from polysilicon.request import FinishReason, Request, RequestOutput
+from polysilicon.request import FinishReason, Request, RequestOutput, RequestTimes
 from polysilicon.tokenizer import Tokenizer
 
 
@@ -39,6 +40,7 @@ class _ChoiceText:
         self.min_tokens = params.min_tokens
         self.include_stop_text = params.include_stop_text
         self.num_tokens = 0
+        self.times: RequestTimes | None = None
         self.detokenizer = IncrementalDetokenizer(
             tokenizer, skip_special=params.skip_special_tokens, prompt_ids=request.prompt
         )
@@ -51,6 +53,7 @@ class _ChoiceText:
             ids = ids[:-1]
         text = self.detokenizer.push(ids)
         self.num_tokens += len(output.ids)
+        self.times = output.times or self.times
         if output.finish_reason is not None:
             text += self.detokenizer.flush()
         if self.num_tokens >= self.min_tokens:
@@ -61,10 +64,14 @@ class _ChoiceText:
                 text=text,
                 finish_reason=FinishReason.STOP,
                 stop_text=self.stops.matched,
+                times=self._ended_now() if output.finish_reason is None else output.times,
             )
         if output.finish_reason is not None:
             text += self.stops.flush()
         return dataclasses.replace(output, text=text)
+
+    def _ended_now(self) -> RequestTimes | None:
+        return self.times and dataclasses.replace(self.times, finished=time.monotonic())
 
 
 class Client:

@@ -14,13 +14,23 @@ import numpy as np
 from polysilicon.backend import AdapterWeights, DeviceError, OutOfMemory, PendingTokens
 from polysilicon.batch import SampledTokens
 from polysilicon.engine.batching import SequenceSampling, StepArrays, build_step
+from polysilicon.engine.checks import check_request
+from polysilicon.engine.stats import EngineStats
 from polysilicon.errors import RequestError
 from polysilicon.executor import Executor
 from polysilicon.kv.identity import root_identity
 from polysilicon.kv.manager import KVManager
-from polysilicon.request import FinishReason, Request, RequestOutput, TokenLogprobs
-from polysilicon.sampling.rows import SequenceSampler, validate
-from polysilicon.scheduler import Policy, Scheduler, Sequence, Step
+from polysilicon.policies import Claim, Policy, PriorityFirst
+from polysilicon.request import (
+    SLO,
+    FinishReason,
+    Request,
+    RequestOutput,
+    RequestTimes,
+    TokenLogprobs,
+)
+from polysilicon.sampling.rows import SequenceSampler
+from polysilicon.scheduler import Scheduler, Sequence, Step
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -29,17 +39,21 @@ class _Choice:
 
     request: Request
     index: int
+    arrival: float
+    first_scheduled: float | None = None
+    first_token: float | None = None
     scores: list[TokenLogprobs] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _InFlight:
-    """A submitted step whose tokens have not come back."""
+    """A submitted step whose tokens have not come back. began: when it was submitted."""
 
     step: Step
     fence: int
     arrays: StepArrays
     pending: PendingTokens
+    began: float
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -72,15 +86,19 @@ class Engine:
         kv_dtype: str,
         max_adapters: int = 0,
         run_ahead: bool = True,
+        policy: Policy = PriorityFirst(),
+        default_slo: SLO = SLO(),
     ) -> None:
         self.executor = executor
         self.kv = kv
-        self.scheduler = Scheduler(kv=kv, step_tokens=step_tokens, max_length=max_length)
+        self.scheduler = Scheduler(
+            kv=kv, step_tokens=step_tokens, max_length=max_length, policy=policy
+        )
         self.eos_ids = eos_ids
         self.max_length = max_length
         self.counts = EngineCounts()
         self.failure: str | None = None
-        self._policy = Policy()
+        self._default_slo = default_slo
         self._model_identity = model_identity
         self._kv_dtype = kv_dtype
         self._free_adapter_slots = list(range(max_adapters, 0, -1))
@@ -90,6 +108,9 @@ class Engine:
         self._choices: dict[Sequence, _Choice] = {}
         self._samplings: dict[Sequence, SequenceSampling] = {}
         self._requests: dict[str, list[Sequence]] = {}
+        self._unscheduled: set[Sequence] = set()
+        self._step_seconds: deque[float] = deque(maxlen=1024)
+        self._last_result = 0.0
         self._ended: list[RequestOutput] = []
         self._serial = 0
 
@@ -103,14 +124,13 @@ class Engine:
             raise RequestError(f"the engine has ended, restart it: {self.failure}")
         if request.id in self._requests:
             raise RequestError(f"a request with id {request.id!r} is being served already")
-        if not request.prompt:
-            raise RequestError("the prompt is empty: give at least one token")
-        if not all(0 <= token < self.executor.vocab_size for token in request.prompt):
+        check_request(request, vocab_size=self.executor.vocab_size, max_length=self.max_length)
+        if request.priority and not self.scheduler.policy.heeds_priority:
             raise RequestError(
-                f"prompt token ids must lie in [0, {self.executor.vocab_size}), the vocabulary"
+                f"priority {request.priority} has no effect under the policy "
+                f"{self.scheduler.policy.name}: leave it out, or start with --policy priority"
             )
         params = request.params
-        validate(params, self.executor.vocab_size)
         slot, adapter = 0, None
         if request.adapter is not None:
             if request.adapter not in self._adapters:
@@ -125,8 +145,9 @@ class Engine:
             salt=request.salt,
         )
         seed = params.seed if params.seed is not None else secrets.randbits(64)
-        arrival = time.monotonic()
+        arrival = time.monotonic() if request.arrival is None else request.arrival
         max_tokens = self.max_length if params.max_tokens is None else params.max_tokens
+        slo = request.slo or self._default_slo
         sequences: list[Sequence] = []
         for index in range(params.n):
             sampler = SequenceSampler(
@@ -139,8 +160,12 @@ class Engine:
             )
             sequence = Sequence(
                 request.prompt,
-                order=self._policy.order(
-                    arrival=arrival, priority=request.priority, serial=self._serial
+                claim=Claim(
+                    arrival=arrival,
+                    serial=self._serial,
+                    priority=request.priority,
+                    ttft=_seconds(slo.ttft),
+                    tpot=_seconds(slo.tpot),
                 ),
                 max_tokens=max_tokens,
                 end_rule=sampler,
@@ -151,7 +176,8 @@ class Engine:
             )
             self._serial += 1
             self.scheduler.add(sequence)
-            self._choices[sequence] = _Choice(request, index)
+            self._choices[sequence] = _Choice(request, index, arrival)
+            self._unscheduled.add(sequence)
             self._samplings[sequence] = SequenceSampling(
                 sampler=sampler, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs
             )
@@ -215,12 +241,30 @@ class Engine:
         self.executor.clear_adapter(slot)
         self._free_adapter_slots.append(slot)
 
+    def stats(self) -> EngineStats:
+        """The engine now; `step_seconds` are of the steps since the last call, 1,024 at most."""
+        step_seconds = tuple(self._step_seconds)
+        self._step_seconds.clear()
+        return EngineStats(
+            requests=len(self._requests),
+            running=len(self.scheduler.running),
+            waiting={"capacity": len(self.scheduler.waiting)},
+            kv=self.kv.usage(),
+            prefix_queries=self.kv.prefix_queries,
+            prefix_hits=self.kv.prefix_hits,
+            preemptions=self.scheduler.num_preemptions,
+            prompt_tokens=self.counts.prompt_tokens,
+            output_tokens=self.counts.output_tokens,
+            steps=self.counts.steps,
+            step_seconds=step_seconds,
+        )
+
     def close(self) -> None:
         self._in_flight.clear()
         self.executor.close()
 
     def _submit(self) -> bool:
-        while (step := self.scheduler.schedule()) is not None:
+        while (step := self.scheduler.schedule(time.monotonic())) is not None:
             last = self._in_flight[-1] if self._in_flight else None
             arrays = build_step(
                 step,
@@ -240,10 +284,16 @@ class Engine:
                 continue
             finally:
                 self.counts.core_seconds -= time.perf_counter() - core
-            fence = self.scheduler.submitted(step)
+            now = time.monotonic()
+            fence = self.scheduler.submitted(step, now)
+            if self._unscheduled:
+                for share in step.scheduled:
+                    if share.sequence in self._unscheduled:
+                        self._unscheduled.remove(share.sequence)
+                        self._choices[share.sequence].first_scheduled = now
             for sequence, rows in arrays.score_rows.items():
                 sequence.num_scored += len(rows)
-            self._in_flight.append(_InFlight(step, fence, arrays, pending))
+            self._in_flight.append(_InFlight(step, fence, arrays, pending, now))
             return True
         return False
 
@@ -251,7 +301,10 @@ class Engine:
         flight = self._in_flight.popleft()
         result = flight.pending.result()
         began = time.perf_counter()
+        now = time.monotonic()
         self.counts.steps += 1
+        self._step_seconds.append(now - max(flight.began, self._last_result))
+        self._last_result = now
         for sequence, rows in flight.arrays.score_rows.items():
             if sequence in self._choices:
                 choice = self._choices[sequence]
@@ -259,9 +312,10 @@ class Engine:
         draw_rows = flight.arrays.draw_rows
         tokens = result.tokens[np.fromiter(draw_rows.values(), np.int32, len(draw_rows))]
         outputs = []
-        for sequence, token in self.scheduler.complete(flight.step, flight.fence, tokens):
+        news = self.scheduler.complete(flight.step, flight.fence, tokens, now)
+        for sequence, token in news:
             choice = self._choices[sequence]
-            output = self._output(sequence, choice, result, draw_rows[sequence], token)
+            output = self._output(sequence, choice, result, draw_rows[sequence], token, now)
             if token is not None:
                 self._samplings[sequence].sampler.append(token)
             outputs.append(output)
@@ -277,11 +331,13 @@ class Engine:
         result: SampledTokens,
         row: int,
         token: int | None,
+        now: float,
     ) -> RequestOutput:
         params = choice.request.params
         first = sequence.num_tokens - sequence.num_prompt == (token is not None)
         if first:
             self.counts.prompt_tokens += sequence.num_prompt - sequence.num_cached
+            choice.first_token = now if token is not None else None
         if token is not None:
             self.counts.output_tokens += 1
         top: tuple[tuple[int, float], ...] = ()
@@ -300,6 +356,7 @@ class Engine:
             next_top=top if first else (),
             num_cached_tokens=sequence.num_cached if first else 0,
             finish_reason=sequence.finish_reason,
+            times=_times(sequence, choice, now) if first or sequence.finish_reason else None,
         )
 
     def _fail(self, cause: str) -> list[RequestOutput]:
@@ -319,6 +376,7 @@ class Engine:
                 choice=choice.index,
                 finish_reason=reason,
                 error=error,
+                times=_times(sequence, choice, time.monotonic()),
             )
         )
         self._forget(sequence)
@@ -326,10 +384,25 @@ class Engine:
     def _forget(self, sequence: Sequence) -> None:
         choice = self._choices.pop(sequence)
         del self._samplings[sequence]
+        self._unscheduled.discard(sequence)
         rest = self._requests[choice.request.id]
         rest.remove(sequence)
         if not rest:
             del self._requests[choice.request.id]
+
+
+def _times(sequence: Sequence, choice: _Choice, now: float) -> RequestTimes:
+    return RequestTimes(
+        arrival=choice.arrival,
+        first_scheduled=choice.first_scheduled,
+        first_token=choice.first_token,
+        finished=None if sequence.finish_reason is None else now,
+        num_preemptions=sequence.num_preemptions,
+    )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
 
 
 def _adapter_identity(name: str, weights: AdapterWeights) -> str:

@@ -19,7 +19,9 @@ from polysilicon.kv import GroupSpec, KVManager
 from polysilicon.models.loading import load_model
 from polysilicon.models.model import Model
 from polysilicon.plugins import Plugins, describe_exception, load_plugins
+from polysilicon.policies import POLICIES
 from polysilicon.progress import Progress, no_progress
+from polysilicon.request import SLO
 from polysilicon.selection import Selection, select_backend
 from polysilicon.tokenizer import Tokenizer
 from polysilicon.weights.checkpoint import Checkpoint, open_checkpoint
@@ -215,6 +217,8 @@ def build_engine(
         kv_dtype=kv_dtype,
         max_adapters=max_adapters,
         run_ahead=run_ahead,
+        policy=POLICIES[config.policy],
+        default_slo=SLO(ttft=config.slo_ttft, tpot=config.slo_tpot),
     )
     return engine, tuple(notes)
 

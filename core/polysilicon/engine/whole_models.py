@@ -16,6 +16,8 @@ from polysilicon.kv import GroupSpec, KVManager
 from polysilicon.models.loading import read_config
 from polysilicon.models.registry import is_defined
 from polysilicon.plugins import Plugins
+from polysilicon.policies import POLICIES
+from polysilicon.request import SLO
 from polysilicon.selection import AUTO, why_not
 from polysilicon.suggest import nearest
 from polysilicon.weights.checkpoint import Checkpoint
@@ -109,6 +111,8 @@ def build_whole_model_engine(
         model_identity=f"{identity}/{executor.max_length}",
         kv_dtype=executor.kv_dtype,
         run_ahead=executor.run_ahead,
+        policy=POLICIES[config.policy],
+        default_slo=SLO(ttft=config.slo_ttft, tpot=config.slo_tpot),
     )
     return engine, (f"executor {provider.name}: it runs the whole model", *executor.notes)
 

@@ -131,6 +131,14 @@ class KVManager:
         self._set_wake(sequence)
         return sequence
 
+    def cached_tokens(self, tokens: Tokens, root: bytes) -> int:
+        """How many of `tokens` `open` would now find in the cache of namespace `root`, in whole
+        pages; nothing is locked."""
+        node = self.tree.roots.get(root)
+        if node is None or not self.prefix_cache:
+            return 0
+        return len(self.tree.match(node, token_bytes(tokens), partial=False)[0]) * self.page_size
+
     def grow(self, sequence: SequenceKV, length: int) -> bool:
         """Make sure of pages for `length` tokens in all, evicting cached pages where need be.
 

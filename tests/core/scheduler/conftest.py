@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from polysilicon.kv.manager import GroupSpec, KVManager
-from polysilicon.scheduler import Policy, Scheduler, Sequence, Step
+from polysilicon.policies import Claim, Policy, PriorityFirst
+from polysilicon.scheduler import Scheduler, Sequence, Step
 
 
 @dataclasses.dataclass
@@ -37,6 +38,8 @@ class Simulation:
         windows: Items[int | None] = (None,),
         prefix_cache: bool = True,
         check: bool = True,
+        policy: Policy = PriorityFirst(),
+        step_seconds: Callable[[Step], float] = lambda step: 0.0,
     ) -> None:
         self.kv = KVManager(
             groups=[
@@ -48,7 +51,11 @@ class Simulation:
             max_length=max_length,
             prefix_cache=prefix_cache,
         )
-        self.scheduler = Scheduler(kv=self.kv, step_tokens=step_tokens, max_length=max_length)
+        self.scheduler = Scheduler(
+            kv=self.kv, step_tokens=step_tokens, max_length=max_length, policy=policy
+        )
+        self.now = 0.0
+        self.step_seconds = step_seconds
         self.depth = 2 if ahead else 1
         self.check = check
         self.in_flight: list[tuple[Step, int]] = []
@@ -68,10 +75,14 @@ class Simulation:
         leader: Sequence | None = None,
         max_tokens: int = 10_000,
         scores_prompt: bool = False,
+        ttft: float | None = None,
+        tpot: float | None = None,
     ) -> Sequence:
         sequence = Sequence(
             prompt,
-            order=Policy().order(arrival=arrival, priority=priority, serial=self.serial),
+            claim=Claim(
+                arrival=arrival, serial=self.serial, priority=priority, ttft=ttft, tpot=tpot
+            ),
             max_tokens=max_tokens,
             end_rule=Ends(output, waits),
             leader=leader,
@@ -83,12 +94,12 @@ class Simulation:
 
     def step(self) -> Step | None:
         before = self.scheduler.num_preemptions
-        step = self.scheduler.schedule()
+        step = self.scheduler.schedule(self.now)
         self.preemptions_per_step.append(self.scheduler.num_preemptions - before)
         if step is not None:
             for share in step.scheduled:
                 self._check_share(share.sequence, share.start, share.count)
-            self.in_flight.append((step, self.scheduler.submitted(step)))
+            self.in_flight.append((step, self.scheduler.submitted(step, self.now)))
             self.steps.append(step)
         if self.in_flight and (step is None or len(self.in_flight) >= self.depth):
             self._complete()
@@ -108,8 +119,11 @@ class Simulation:
 
     def _complete(self) -> None:
         step, fence = self.in_flight.pop(0)
+        self.now += self.step_seconds(step)
         tokens = [next_token(share.sequence.tokens) for share in step.scheduled if share.samples]
-        for sequence, _ in self.scheduler.complete(step, fence, np.array(tokens, np.int32)):
+        for sequence, _ in self.scheduler.complete(
+            step, fence, np.array(tokens, np.int32), self.now
+        ):
             if sequence.finish_reason is not None:
                 self.finished.append(sequence)
 

@@ -6,7 +6,7 @@ import pytest
 
 from polysilicon.errors import RequestError
 from polysilicon.request import FinishReason
-from polysilicon.scheduler import PROMPT_SCORE_ROWS, Policy
+from polysilicon.scheduler import PROMPT_SCORE_ROWS
 
 
 def test_one_sequence_prefills_in_chunks_and_decodes_one_token_a_step(simulate, expected):
@@ -116,13 +116,6 @@ def test_sequences_are_admitted_in_the_order_of_arrival_and_priority(simulate):
     assert simulation.finished == [urgent, early, late]
 
 
-def test_patience_bounds_how_long_a_low_priority_waits():
-    policy = Policy(patience=10.0)
-    low = policy.order(arrival=0.0, priority=2, serial=0)
-    assert policy.order(arrival=19.0, priority=0, serial=1) < low
-    assert policy.order(arrival=21.0, priority=0, serial=2) > low
-
-
 def test_when_pages_run_out_one_sequence_is_preempted_and_it_is_the_last(simulate, expected):
     simulation = simulate(pages=9, page_size=4, max_length=32, max_sequences=4)
     sequences = [simulation.add([10 * i, 10 * i + 1, 10 * i + 2], 25) for i in range(3)]
@@ -189,7 +182,7 @@ def test_retracting_makes_steps_smaller_until_there_is_nothing_to_take_away(simu
     sequence = simulation.add(range(40), 2)
     sizes = []
     while True:
-        step = simulation.scheduler.schedule()
+        step = simulation.scheduler.schedule(0.0)
         sizes.append(step.num_tokens)
         if not simulation.scheduler.retract(step):
             break
