@@ -18,7 +18,7 @@ VENDOR = {
     "aiter", "cuda", "cupy", "flashinfer", "hip", "jax", "jaxlib", "llama_cpp", "mlx", "mlx_lm",
     "numba", "pycuda", "pyopencl", "tensorflow", "tensorrt", "torch", "torchao", "triton", "vllm",
 }  # fmt: skip
-PURE = ("scheduler", "kv", "request")
+PURE = ("scheduler", "policies", "budget", "kv", "request")
 PURE_STANDARD = {
     "__future__", "abc", "array", "bisect", "collections", "copy", "dataclasses", "enum",
     "functools", "hashlib", "heapq", "itertools", "math", "operator", "struct", "types", "typing",
@@ -123,7 +123,7 @@ def test_a_backend_imports_only_the_contract(tree: Path) -> None:
 
 @pytest.mark.parametrize("part", PURE)
 def test_the_pure_parts_import_the_standard_library_and_numpy(part: str) -> None:
-    allowed = {"polysilicon.errors", "polysilicon.request", "polysilicon.kv"}
+    allowed = {f"polysilicon.{name}" for name in ("errors", "request", "kv", "policies", "budget")}
     wrong = [
         (place, name)
         for path in files(part)
@@ -160,6 +160,8 @@ ABOVE = {
     "request": {"kv", "scheduler", "engine", "server", "cli", "commands"},
     "kv": {"scheduler", "engine", "server", "cli", "commands", "models", "reference"},
     "scheduler": {"engine", "server", "cli", "commands", "models", "reference"},
+    "policies": {"kv", "scheduler", "engine", "server", "cli", "commands", "models", "reference"},
+    "budget": {"kv", "scheduler", "engine", "server", "cli", "commands", "models", "reference"},
     "models": {"kv", "scheduler", "engine", "server", "cli", "commands", "reference"},
     "weights": {"kv", "scheduler", "engine", "server", "cli", "commands", "models", "reference"},
     "sampling": {"kv", "scheduler", "engine", "server", "cli", "commands", "models", "reference"},
