@@ -32,6 +32,13 @@ class WrongResult(Exception):
     """A product outside of its bound; the message names the case."""
 
 
+def roundings_of(level: str) -> tuple[str, ...]:
+    """Roundings of inputs that a level has kernels for; others give what float32 gives."""
+    if level == "portable":
+        return ("f32",)
+    return ACTIVATIONS if level.startswith(("amx", "avx512")) else ("f32", "int8")
+
+
 def devices(threads: int) -> dict[tuple[str, str], CPUDevice]:
     """A device for every level that runs here and every rounding of inputs that it has."""
     usable = [level for level in levels.built() if levels.failure(level) is None]
@@ -40,7 +47,7 @@ def devices(threads: int) -> dict[tuple[str, str], CPUDevice]:
             Options(level=level, threads=threads, activations=activations)
         )
         for level in usable
-        for activations in (ACTIVATIONS if level.startswith("avx512") else ("f32",))
+        for activations in roundings_of(level)
     }
 
 

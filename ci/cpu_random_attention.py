@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from polysilicon.backend import KV_DTYPES, Batch, KVSpec, Plane, Rope
+from polysilicon.backend import KV_DTYPES, Batch, KVSpec, Rope, kv_planes
 from polysilicon.testing import oracles
 from polysilicon_cpu import levels
 from polysilicon_cpu.attention import Attention
@@ -29,7 +29,7 @@ from polysilicon_cpu.pools import CPUKVPool
 Float64 = npt.NDArray[np.float64]
 
 LAYER = 3
-DTYPE_STEP = {"f32": 0.0, "f16": 2.0**-10, "bf16": 2.0**-7}
+DTYPE_STEP = {"f32": 0.0, "f16": 2.0**-10, "bf16": 2.0**-7, "int8": 2.0**-5}
 """How far apart neighbours are: rotated and normed keys may be stored as either."""
 
 
@@ -89,13 +89,19 @@ class Case:
                 most = min(len(table), len(self.tables[0])) - 1
                 common = int(rng.integers(0, most + 1))
                 table[:common] = self.tables[0][:common]
-        plane = {"heads": shape.key_heads, "dtype": shape.dtype}
         spec = KVSpec(
-            group=0, name="random", layers=(1, LAYER), window=shape.window,
-            planes=(Plane(name="k", dim=shape.dim, **plane),  # type: ignore[arg-type]
-                    Plane(name="v", dim=shape.value_dim, **plane)),  # type: ignore[arg-type]
+            group=0,
+            name="random",
+            layers=(1, LAYER),
+            window=shape.window,
+            planes=kv_planes(
+                heads=shape.key_heads,
+                key_dim=shape.dim,
+                value_dim=shape.value_dim,
+                dtype=shape.dtype,
+            ),
             page_size=shape.page_size,
-        )  # fmt: skip
+        )
         self.pool = CPUKVPool(device, spec, self.pages)
         self._fill_with_nan(spec)
         self.rope = self._random_rope()
@@ -172,7 +178,7 @@ class Case:
     def _bound(self) -> float:
         shape = self.shape
         bound = 3e-5
-        if shape.dtype == "bf16" and not shape.exact:
+        if shape.dtype in ("bf16", "int8") and not shape.exact:
             bound += 0.06  # queries and weights are rounded to bf16 where many rows meet
         if self.rope is not None or self.norm is not None:
             bound += 2 * DTYPE_STEP[shape.dtype]
@@ -234,14 +240,15 @@ class Case:
         )
 
     def _expected(self, q: Any, k: Any, v: Any, batch: Batch) -> Float64:
-        shape, dtype = self.shape, KV_DTYPES[self.shape.dtype]
+        shape = self.shape
         tokens = int(batch.query_start[-1])
         positions = batch.positions
         queries = self._prepared(q.reshape(len(q), shape.heads, shape.dim), positions)
         keys = self._prepared(k.reshape(len(k), shape.key_heads, shape.dim), positions)
         slots = batch.slots[0][:tokens]
-        self.keys[slots] = keys[:tokens].astype(np.float32).astype(dtype)
-        self.values[slots] = v.reshape(len(v), shape.key_heads, -1)[:tokens].astype(dtype)
+        values = v.reshape(len(v), shape.key_heads, -1)[:tokens].astype(np.float64)
+        self.keys[slots] = oracles.stored(keys[:tokens], shape.dtype)
+        self.values[slots] = oracles.stored(values, shape.dtype)
         output = np.zeros((len(q), shape.heads * shape.value_dim))
         for index, context in enumerate(batch.context_len):
             begin, end = batch.query_start[index : index + 2]

@@ -87,6 +87,7 @@ __all__ = [
     "Unavailable",
     "Weight",
     "hookimpl",
+    "kv_planes",
     "pack_codes",
     "sample_on_host",
     "scale_values",
@@ -106,8 +107,17 @@ KV_DTYPES: dict[str, np.dtype[Any]] = {
     "f32": np.dtype(np.float32),
     "f16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
+    "int8": np.dtype(np.int8),
 }
-"""KV dtypes by name. Every backend stores f16, so that any two have one in common."""
+"""KV dtypes by name. Every backend stores f16, so that any two have one in common.
+
+`int8` is quantised with a scale for each token and head, in a plane of its own (`kv_planes`). Of
+a vector x, in float32: scale = max |x| / 127 and code = x / scale, rounded to nearest even, which
+is read back as code * scale. Where that scale is below the least normal float32, 2^-126, it and
+the codes are 0; where x holds an infinity or a NaN, it is NaN and they are 0. Scales are f32, for
+6 % of a head of 64: in float16 they would lose precision below 6e-5, where a head's values stay
+below 0.008.
+"""
 
 
 class DeviceError(Exception):
@@ -202,6 +212,16 @@ class Plane:
     dtype: str
 
 
+def kv_planes(*, heads: int, key_dim: int, value_dim: int, dtype: str) -> tuple[Plane, ...]:
+    """The planes of ordinary attention: `k` and `v`, then for a quantised dtype their scales,
+    `k_scale` and `v_scale`, of dim 1. dtype: a key of `KV_DTYPES`."""
+    dims = {"k": key_dim, "v": value_dim}
+    planes = [Plane(name=name, heads=heads, dim=dim, dtype=dtype) for name, dim in dims.items()]
+    if dtype == "int8":
+        planes += [Plane(name=f"{name}_scale", heads=heads, dim=1, dtype="f32") for name in dims]
+    return tuple(planes)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVSpec:
     """A KV group: the layers that share a retention rule.
@@ -209,7 +229,7 @@ class KVSpec:
     group: index of the group in `Batch.page_tables` and `Batch.slots`.
     layers: indices of the model's layers, as `Ops.attention` names them.
     window: tokens that a query sees, its own included; None for full attention.
-    planes: named `k` and `v` for ordinary attention.
+    planes: as `kv_planes` makes them for ordinary attention.
     page_size: tokens a page.
     """
 
@@ -284,7 +304,8 @@ class KVPool(ABC):
         """Read whole pages as canonical bytes into uint8 `[len(pages), blocks, block_bytes]`.
 
         A page is its 16-token blocks in order; a block is `spec.block_header()`, then
-        `[layer][plane][head][slot][dim]`, little-endian, in each plane's dtype.
+        `[layer][plane][head][slot][dim]`, little-endian, in each plane's dtype: the scales of
+        quantised planes stand behind their values.
         """
 
     @abstractmethod

@@ -18,6 +18,7 @@ from polysilicon.commands.lines import generate, score, tokenize
 from polysilicon.commands.plugins import plugins
 from polysilicon.commands.pull import pull
 from polysilicon.commands.run import run as run_prompt
+from polysilicon.commands.serve import serve
 from polysilicon.errors import ConfigError, PolysiliconError
 
 # typer carries click's classes inside and exports the subclass only.
@@ -48,6 +49,7 @@ def _without_command(
 
 app.command("run")(run_prompt)
 app.command()(chat)
+app.command()(serve)
 app.command()(pull)
 app.command()(tokenize)
 app.command()(score)

@@ -176,6 +176,10 @@ class Config(BaseModel):
     max_body: Annotated[int, BeforeValidator(_bytes)] = Field(
         default=32 << 20, ge=1, description="Most bytes of a request's body, or such as 32MiB."
     )
+    otlp_endpoint: str | None = Field(
+        default=None,
+        description="OpenTelemetry collector (OTLP over HTTP) that gets a trace of each request.",
+    )
     cors_origin: tuple[str, ...] = Field(
         default=(),
         description="Origin of web pages that may call the server, or *; may be repeated.",
@@ -260,6 +264,7 @@ SERVER_FIELDS = frozenset(
         "request_timeout",
         "drain_timeout",
         "max_body",
+        "otlp_endpoint",
         "cors_origin",
     }
 )

@@ -27,3 +27,16 @@ class PluginError(PolysiliconError):
 
 class DownloadError(PolysiliconError):
     """A model could not be fetched or does not match its checksum."""
+
+
+class ServiceUnavailable(PolysiliconError):
+    """A request cannot be taken now: the engine is starting, restarting or gone, or the server is
+    shutting down. retry_after: seconds after which it may go better, None when it will not."""
+
+    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Overloaded(ServiceUnavailable):
+    """Admission control refuses a request: those before it need more than the server lets wait."""

@@ -17,6 +17,7 @@ from polysilicon.backend import (
     DeviceError,
     KVPool,
     KVSpec,
+    Plane,
 )
 from polysilicon_cpu import library
 from polysilicon_cpu.arrays import Array, address
@@ -25,7 +26,7 @@ from polysilicon_cpu.calls import PendingWork, closed_error
 if TYPE_CHECKING:
     from polysilicon_cpu.device import CPUDevice
 
-_STORAGES = {"f32": 0, "f16": 1, "bf16": 2}
+_STORAGES = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3}
 
 
 class CPUKVPool(KVPool):
@@ -36,17 +37,15 @@ class CPUKVPool(KVPool):
         self.pages = pages
         self._device = device
         self._layer_places = {layer: place for place, layer in enumerate(spec.layers)}
-        planes = {plane.name: plane for plane in spec.planes}
-        if set(planes) != {"k", "v"} or planes["k"].heads != planes["v"].heads:
-            raise ValueError("the cpu backend stores planes k and v of as many heads each")
+        key, value = _keys_and_values(spec)
         layout = library.KVLayout(
             group=spec.group,
             layers=len(spec.layers),
-            heads=planes["k"].heads,
+            heads=key.heads,
             page_size=spec.page_size,
             window=spec.window or 0,
-            key=_plane(planes["k"].dim, planes["k"].dtype),
-            value=_plane(planes["v"].dim, planes["v"].dtype),
+            key=library.KVPlane(dim=key.dim, storage=_STORAGES[key.dtype]),
+            value=library.KVPlane(dim=value.dim, storage=_STORAGES[value.dtype]),
         )
         error = library.ErrorText()
         pointer = library.load().ps_kv_create(ctypes.byref(layout), pages, ctypes.byref(error))
@@ -253,8 +252,20 @@ class CPUAdapterPool(AdapterPool):
             raise ValueError(f"adapter slots are 1..{self.slots - 1}, got {slot}")
 
 
-def _plane(dim: int, dtype: str) -> library.KVPlane:
-    return library.KVPlane(dim=dim, storage=_STORAGES[dtype])
+def _keys_and_values(spec: KVSpec) -> tuple[Plane, Plane]:
+    """The planes `k` and `v`; those of dtype int8 have their scales behind both."""
+    key, value = spec.planes[:2]
+    expected = [
+        ("k", key.heads, key.dim, key.dtype),
+        ("v", key.heads, value.dim, value.dtype),
+        *((f"{p.name}_scale", key.heads, 1, "f32") for p in (key, value) if p.dtype == "int8"),
+    ]
+    if [(plane.name, plane.heads, plane.dim, plane.dtype) for plane in spec.planes] != expected:
+        raise ValueError(
+            "the cpu backend stores planes k and v of as many heads each, and the scales of those "
+            "that are int8 (polysilicon.backend.kv_planes)"
+        )
+    return key, value
 
 
 def _check_indexes(what: str, indexes: npt.NDArray[Any], limit: int) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from polysilicon.bench.throughput import Load, measure
+from polysilicon.commands.bench_serve import serve
 from polysilicon.commands.options import configured
 from polysilicon.commands.output import print_json, print_table
 from polysilicon.commands.session import ENGINE_FIELDS, session
@@ -57,3 +58,6 @@ def throughput(
             for name, value in figures.items()
         ]
         print_table(("figure", "value"), rows)
+
+
+bench.command()(serve)

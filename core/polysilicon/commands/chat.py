@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,10 +13,8 @@ from polysilicon.commands.options import configured
 from polysilicon.commands.session import ENGINE_FIELDS, sampling, session, stream
 from polysilicon.config import SAMPLING_FIELDS, Config
 from polysilicon.engine.loading import Loaded
-from polysilicon.errors import ConfigError
+from polysilicon.engine.model_text import template_source
 from polysilicon.request import Request
-
-_MOST_TEMPLATE_BYTES = 1 << 20
 
 
 @configured(ENGINE_FIELDS | (SAMPLING_FIELDS - {"n"}) | {"chat_template"})
@@ -34,26 +31,13 @@ def chat(
 ) -> None:
     """Talk with a chat model. An empty line is skipped; end with Ctrl-D or Ctrl-C."""
     with session(config, model) as loaded:
-        template = ChatTemplate.for_tokenizer(loaded.tokenizer, source=_source(config))
+        template = ChatTemplate.for_tokenizer(loaded.tokenizer, source=template_source(config))
         messages = [{"role": "system", "content": system}] if system else []
         for turn, text in enumerate(_lines()):
             messages.append({"role": "user", "content": text})
             prompt = template.render(messages)
             answer = _answer(loaded, config, prompt, f"turn-{turn}", stats)
             messages.append({"role": "assistant", "content": answer})
-
-
-def _source(config: Config) -> str | None:
-    if config.chat_template is None:
-        return None
-    try:
-        with Path(config.chat_template).open("rb") as file:
-            source = file.read(_MOST_TEMPLATE_BYTES + 1)
-        if len(source) > _MOST_TEMPLATE_BYTES:
-            raise ValueError("it is larger than 1 MiB, so no template")
-        return source.decode()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--chat-template {config.chat_template}: {error}") from None
 
 
 def _lines() -> Iterator[str]:

@@ -15,10 +15,11 @@ from pydantic import TypeAdapter, ValidationError
 from polysilicon import progress
 from polysilicon.catalogue import resolve_model
 from polysilicon.commands.options import configured
-from polysilicon.commands.session import ENGINE_FIELDS, sampling_defaults, session
+from polysilicon.commands.session import ENGINE_FIELDS, session
 from polysilicon.config import SAMPLING_FIELDS, Config
 from polysilicon.engine.loading import Loaded, load_tokenizer
 from polysilicon.errors import ConfigError, RequestError
+from polysilicon.generation import sampling_defaults
 from polysilicon.request import Request, RequestOutput, SamplingParams
 from polysilicon.tokenizer import Tokenizer
 from polysilicon.weights.checkpoint import open_checkpoint
@@ -85,7 +86,7 @@ def generate(model: ModelArgument, file: FileArgument, config: Config) -> None:
     sampling fields, in; the same with ids, output_ids, text, finish_reason and, of one that failed,
     error out."""
     with session(config, model) as loaded:
-        defaults = {"max_tokens": 128} | sampling_defaults(loaded)
+        defaults = {"max_tokens": 128} | sampling_defaults(loaded.checkpoint)
         requests: list[Request] = []
         lines: list[Line] = []
         for number, line in read_lines(file):

@@ -14,7 +14,7 @@ import typer
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
-from polysilicon.config import SAMPLING_FIELDS, Config, load_config
+from polysilicon.config import SAMPLING_FIELDS, SERVER_FIELDS, Config, load_config
 
 Command = Callable[..., None]
 
@@ -64,7 +64,9 @@ def _parameter(name: str, kind: Any, option: Any) -> inspect.Parameter:
 def _flag(name: str, field: FieldInfo) -> tuple[Any, Any]:
     """The type that typer parses (texts and switches; pydantic does the rest) and the option."""
     flag = f"--{name.replace('_', '-')}"
-    panel = "Sampling" if name in SAMPLING_FIELDS else "Engine"
+    panel = "Engine"
+    if name in SAMPLING_FIELDS | SERVER_FIELDS:
+        panel = "Sampling" if name in SAMPLING_FIELDS else "Server"
     kind = _without_none(field.annotation)
     default = field.get_default(call_default_factory=True)
     help_text = field.description or ""

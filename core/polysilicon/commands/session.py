@@ -10,13 +10,15 @@ from contextlib import contextmanager
 
 from polysilicon import progress
 from polysilicon.catalogue import resolve_model
-from polysilicon.config import SAMPLING_FIELDS, Config
+from polysilicon.config import SAMPLING_FIELDS, SERVER_FIELDS, Config
 from polysilicon.engine.loading import Loaded, load
 from polysilicon.errors import RequestError
+from polysilicon.generation import sampling_defaults
 from polysilicon.request import FinishReason, Request, RequestOutput, SamplingParams
-from polysilicon.weights.safetensors import SafetensorsDirectory
 
-ENGINE_FIELDS = frozenset(Config.model_fields) - SAMPLING_FIELDS - {"model", "chat_template"}
+ENGINE_FIELDS = (
+    frozenset(Config.model_fields) - SAMPLING_FIELDS - SERVER_FIELDS - {"model", "chat_template"}
+)
 """Fields of `Config` that say how the engine runs, as flags of every generating command."""
 
 
@@ -35,25 +37,10 @@ def session(config: Config, model: str | None) -> Iterator[Loaded]:
         loaded.checkpoint.close()
 
 
-def sampling_defaults(loaded: Loaded) -> dict[str, float | int]:
-    """What the model's own generation configuration says of sampling; greedy where it is silent."""
-    defaults: dict[str, float | int] = {"temperature": 0.0}
-    if isinstance(loaded.checkpoint, SafetensorsDirectory):
-        said = loaded.checkpoint.generation_config
-        if said.get("do_sample"):
-            defaults["temperature"] = 1.0
-            for name in ("temperature", "top_p", "top_k", "min_p", "typical_p"):
-                if isinstance(said.get(name), int | float):
-                    defaults[name] = said[name]
-        if isinstance(said.get("repetition_penalty"), int | float):
-            defaults["repetition_penalty"] = said["repetition_penalty"]
-    return defaults
-
-
 def sampling(config: Config, loaded: Loaded, *, max_tokens: int | None) -> SamplingParams:
     """Sampling parameters of the command line over the model's defaults, for one answer: a
     configuration file's `n` is for `generate`."""
-    params = config.sampling(**{"max_tokens": max_tokens} | sampling_defaults(loaded))
+    params = config.sampling(**{"max_tokens": max_tokens} | sampling_defaults(loaded.checkpoint))
     return dataclasses.replace(params, n=1)
 
 

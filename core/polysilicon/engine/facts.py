@@ -14,7 +14,7 @@ class ModelFacts:
     page_size: tokens of a KV page. kv_pages: of the KV group that has fewest, page 0 left out.
     max_sequences: that run at once. adapters: names of loaded LoRA adapters.
     memory: the memory bill, bytes by purpose (weights, kv, ...), as the device declares it.
-    backend: in words, such as `backend cpu on AMD EPYC`. notes: what the user should know.
+    backend: name of the backend or whole-model executor. notes: what the user should know.
     load_seconds: what loading took.
     """
 

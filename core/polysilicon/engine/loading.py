@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from polysilicon.backend import KV_DTYPES, Capabilities, Device, DeviceError, KVSpec, OutOfMemory
@@ -35,6 +36,8 @@ KV_SHARE = 0.4
 class Loaded:
     """A client whose engine runs in this process, and what was decided on the way.
 
+    backend: name of the backend or of the whole-model executor. memory: bytes by purpose, as the
+    device declares them.
     notes: sentences worth telling the user, such as the backend chosen or a lowered context.
     """
 
@@ -42,6 +45,8 @@ class Loaded:
     engine: Engine
     tokenizer: Tokenizer
     checkpoint: Checkpoint
+    backend: str
+    memory: Mapping[str, int]
     notes: tuple[str, ...]
 
 
@@ -64,8 +69,13 @@ def load(config: Config, path: Path, *, progress: Progress = no_progress) -> Loa
         provider = choose_provider(config, plugins, checkpoint)
         tokenizer = load_tokenizer(checkpoint)
         if provider is None:
-            engine, notes = _load_native(config, plugins, checkpoint, tokenizer, progress)
+            selection = select_backend(plugins, config.backend)
+            name = selection.name
+            engine, notes = _load_native(
+                config, plugins, selection, checkpoint, tokenizer, progress
+            )
         else:
+            name = provider.name
             with progress(f"loading {path.name}"):
                 engine, notes = build_whole_model_engine(
                     config,
@@ -80,19 +90,26 @@ def load(config: Config, path: Path, *, progress: Progress = no_progress) -> Loa
         engine=engine,
         tokenizer=tokenizer,
         checkpoint=checkpoint,
+        backend=name,
+        memory=_memory(engine),
         notes=notes,
     )
+
+
+def _memory(engine: Engine) -> Mapping[str, int]:
+    executor = engine.executor
+    return executor.device.memory().used if isinstance(executor, ModelExecutor) else {}
 
 
 def _load_native(
     config: Config,
     plugins: Plugins,
+    selection: Selection,
     checkpoint: Checkpoint,
     tokenizer: Tokenizer,
     progress: Progress,
 ) -> tuple[Engine, tuple[str, ...]]:
     """An engine that runs our definition of the model on the configured backend, and notes."""
-    selection = select_backend(plugins, config.backend)
     with contextlib.ExitStack() as undo:
         device = open_device(config, selection)
         undo.callback(device.close)

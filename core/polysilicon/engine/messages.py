@@ -54,7 +54,6 @@ Command = Add | Cancel | Check | End
 class Loading(Message, frozen=True, tag="loading"):
     """How far loading is, in bytes."""
 
-    label: str
     done: int
     total: int
 

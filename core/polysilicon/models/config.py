@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from polysilicon.backend import KVSpec, Plane
+from polysilicon.backend import KVSpec, kv_planes
 from polysilicon.ops import Rope
 
 
@@ -66,9 +66,8 @@ def kv_groups(config: ModelConfig, page_size: int, kv_dtype: str) -> tuple[KVSpe
     """
     windows = sorted({window for window in config.windows if window is not None}, reverse=True)
     rules: list[int | None] = [*([None] if None in config.windows else []), *windows]
-    planes = tuple(
-        Plane(name=name, heads=config.kv_heads, dim=config.head_dim, dtype=kv_dtype)
-        for name in ("k", "v")
+    planes = kv_planes(
+        heads=config.kv_heads, key_dim=config.head_dim, value_dim=config.head_dim, dtype=kv_dtype
     )
     return tuple(
         KVSpec(

@@ -31,14 +31,14 @@ def paged_attention(
 
     Tokens past `query_start[-1]` belong to no sequence and get zeros.
     """
-    keys, values = pool.plane("k", layer), pool.plane("v", layer)
-    heads, key_heads = q.shape[1], keys.shape[1]
-    if heads % key_heads or q.shape[2] != keys.shape[2]:
+    heads = q.shape[1]
+    (_, key_heads, key_dim), (_, _, value_dim) = (pool.plane(p, layer).shape for p in ("k", "v"))
+    if heads % key_heads or q.shape[2] != key_dim:
         raise ValueError(
             f"queries of {heads} heads of {q.shape[2]} do not fit the pool's {key_heads} of "
-            f"{keys.shape[2]}"
+            f"{key_dim}"
         )
-    output = np.zeros((len(q), heads, values.shape[2]), np.float32)
+    output = np.zeros((len(q), heads, value_dim), np.float32)
     for sequence in range(len(batch.context_len)):
         begin, end = (int(row) for row in batch.query_start[sequence : sequence + 2])
         for first in range(begin, end, _QUERY_BLOCK):
@@ -47,8 +47,8 @@ def paged_attention(
             slots = _context_slots(batch, pool, sequence, low, low + visible.shape[1])
             output[rows.start : rows.stop] = _attend(
                 q[rows.start : rows.stop],
-                keys[slots].astype(np.float32, copy=False),
-                values[slots].astype(np.float32, copy=False),
+                pool.load("k", layer, slots),
+                pool.load("v", layer, slots),
                 visible,
                 scale=scale,
                 softcap=softcap,

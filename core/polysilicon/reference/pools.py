@@ -42,6 +42,15 @@ def check_indexes(what: str, indexes: Array, limit: int) -> None:
         )
 
 
+def quantize(values: Float32) -> tuple[npt.NDArray[np.int8], Float32]:
+    """Codes `[..., dim]` and scales `[..., 1]` of vectors, by the rule of `KV_DTYPES`."""
+    scale = np.abs(values).max(axis=-1, keepdims=True) / np.float32(127)
+    scale[scale < np.finfo(np.float32).smallest_normal] = 0
+    scale[~np.isfinite(scale)] = np.nan
+    quotients = np.divide(values, scale, out=np.zeros_like(values), where=scale > 0)
+    return np.rint(quotients).astype(np.int8), scale
+
+
 class ReferenceKVPool(KVPool):
     """Planes are arrays `[layers, pages * page_size, heads, dim]` in their own dtype."""
 
@@ -74,8 +83,20 @@ class ReferenceKVPool(KVPool):
     ) -> None:
         """Write the K and V `[T, heads, dim]` of one layer at slots `[T]`, rounded to the dtype."""
         check_indexes("slots", slots, self.slots)
-        self.plane("k", layer)[slots] = keys
-        self.plane("v", layer)[slots] = values
+        for name, rows in (("k", keys), ("v", values)):
+            plane = self.plane(name, layer)
+            if plane.dtype == np.int8:
+                plane[slots], self.plane(f"{name}_scale", layer)[slots] = quantize(rows)
+            else:
+                plane[slots] = rows
+
+    def load(self, name: str, layer: int, slots: npt.NDArray[np.int64]) -> Float32:
+        """Plane `k` or `v` of one layer at slots `[n]`: float32 `[n, heads, dim]`."""
+        plane = self.plane(name, layer)
+        values: Float32 = plane[slots].astype(np.float32, copy=False)
+        if plane.dtype == np.int8:
+            values *= self.plane(f"{name}_scale", layer)[slots]
+        return values
 
     def copy(self, source: npt.NDArray[np.int32], target: npt.NDArray[np.int32]) -> None:
         self._check_open()

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from polysilicon.backend import KV_DTYPES, Batch, KVSpec, Normalization, Ops, Plane, Rope
+from polysilicon.backend import Batch, KVSpec, Normalization, Ops, Rope, kv_planes
 from polysilicon.testing import oracles
 from polysilicon.testing.batches import Chunk, make_batch
 from polysilicon.testing.kit import STORE_BOUNDS, Float32, Float64, Kit, as_forward, assert_close
@@ -100,9 +100,11 @@ class AttentionBench:
             name="bench",
             layers=(1, 3),
             window=case.window,
-            planes=(
-                Plane(name="k", heads=case.key_heads, dim=case.dim, dtype=self.kv_dtype),
-                Plane(name="v", heads=case.key_heads, dim=self.value_dim, dtype=self.kv_dtype),
+            planes=kv_planes(
+                heads=case.key_heads,
+                key_dim=case.dim,
+                value_dim=self.value_dim,
+                dtype=self.kv_dtype,
             ),
             page_size=self.page_size,
         )
@@ -216,15 +218,13 @@ class AttentionBench:
             self.k_values, context.tokens, context.positions, self.case.key_heads,
             self.k_norm_values if self.case.k_norm else None,
         )  # fmt: skip
-        return self._stored(keys)
+        return oracles.stored(keys, self.kv_dtype)
 
     def stored_values(self, context: Context) -> Float64:
         """`[C, Hk, Dv]`: rounded to the KV dtype."""
         rows = self.v_values[context.tokens]
-        return self._stored(rows.reshape(-1, self.case.key_heads, self.value_dim))
-
-    def _stored(self, values: Float64) -> Float64:
-        return values.astype(np.float32).astype(KV_DTYPES[self.kv_dtype]).astype(np.float64)
+        values = rows.reshape(-1, self.case.key_heads, self.value_dim)
+        return oracles.stored(values, self.kv_dtype)
 
     def _prepared(
         self,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from polysilicon.backend import Rope
+from polysilicon.backend import KV_DTYPES, Rope
 
 Float64 = npt.NDArray[np.float64]
 
@@ -42,6 +42,21 @@ def rotate(x: Float64, positions: Sequence[int] | npt.NDArray[Any], rope: Rope) 
 def angle_error(position: int) -> float:
     """How far the float32 product of a position and a float32 frequency of up to 1 may be off."""
     return position * 2.0**-23
+
+
+def stored(values: Float64, kv_dtype: str) -> Float64:
+    """Keys or values `[..., dim]` as a KV pool of this dtype gives them back."""
+    rounded = values.astype(np.float32)
+    if kv_dtype != "int8":
+        return rounded.astype(KV_DTYPES[kv_dtype]).astype(np.float64)
+    result = np.zeros(values.shape)
+    for index in np.ndindex(values.shape[:-1]):
+        vector = rounded[index]
+        scale = np.float32(max(abs(float(x)) for x in vector)) / np.float32(127)
+        if scale >= 2.0**-126:
+            # Python rounds halves to even.
+            result[index] = [round(float(x / scale)) * float(scale) for x in vector]
+    return result
 
 
 def sigmoid(x: Float64) -> Float64:

@@ -139,10 +139,7 @@ class _Layer:
         if self.model.gemma:
             q, k = self.norm(q, "self_attn.q_norm"), self.norm(k, "self_attn.k_norm")
         q, k = oracles.rotate(q, positions, rope), oracles.rotate(k, positions, rope)
-        k, v = (
-            values.astype(np.float32).astype(KV_DTYPES[kv_dtype]).astype(np.float64)
-            for values in (k, v)
-        )
+        k, v = oracles.stored(k, kv_dtype), oracles.stored(v, kv_dtype)
         behind = positions[:, None] - positions
         visible = behind >= 0
         window = self.model.windows[self.index]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
@@ -14,15 +17,21 @@ PAGES = 7
 
 
 def spec_of(page_size: int, dtypes: tuple[str, str], dims: tuple[int, int]) -> KVSpec:
+    planes = [
+        Plane(name=name, heads=3, dim=dim, dtype=dtype)
+        for name, dim, dtype in zip(("k", "v"), dims, dtypes, strict=True)
+    ]
+    scales = [
+        Plane(name=f"{plane.name}_scale", heads=3, dim=1, dtype="f32")
+        for plane in planes
+        if plane.dtype == "int8"
+    ]
     return KVSpec(
         group=0,
         name="test",
         layers=(2, 5, 6),
         window=None,
-        planes=tuple(
-            Plane(name=name, heads=3, dim=dim, dtype=dtype)
-            for name, dim, dtype in zip(("k", "v"), dims, dtypes, strict=True)
-        ),
+        planes=(*planes, *scales),
         page_size=page_size,
     )
 
@@ -38,7 +47,8 @@ def random_pages(spec: KVSpec, rng: np.random.Generator) -> np.ndarray:
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 32, 48, 64])
 @pytest.mark.parametrize("dtypes", [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"),
-                                    ("f16", "bf16"), ("bf16", "f32")])  # fmt: skip
+                                    ("f16", "bf16"), ("bf16", "f32"), ("int8", "int8"),
+                                    ("int8", "bf16"), ("f16", "int8")])  # fmt: skip
 @pytest.mark.parametrize("dims", [(64, 64), (33, 7), (80, 96), (1, 17)])
 def test_pages_and_copies(
     device: CPUDevice, page_size: int, dtypes: tuple[str, str], dims: tuple[int, int]
@@ -62,6 +72,24 @@ def test_pages_and_copies(
     reference.read(range(PAGES), expected)
     pool.read(range(PAGES), back).result()
     assert np.array_equal(back, expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda planes: planes[:3],
+        lambda planes: (planes[0], *planes[2:], planes[1]),
+        lambda planes: (*planes[:2], planes[3], planes[2]),
+        lambda planes: (*planes[:3], dataclasses.replace(planes[3], dim=2)),
+        lambda planes: (planes[0], dataclasses.replace(planes[1], heads=1), *planes[2:]),
+    ],
+)
+def test_planes_that_do_not_work(
+    device: CPUDevice, change: Callable[[tuple[Plane, ...]], tuple[Plane, ...]]
+) -> None:
+    spec = spec_of(16, ("int8", "int8"), (8, 8))
+    with pytest.raises(ValueError, match="stores planes k and v"):
+        CPUKVPool(device, dataclasses.replace(spec, planes=change(spec.planes)), PAGES)
 
 
 @pytest.mark.parametrize("page_size", [0, 3, 12, 17, 24])

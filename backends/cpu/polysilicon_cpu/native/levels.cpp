@@ -2,8 +2,13 @@
 
 #include <initializer_list>
 
-#ifdef __x86_64__
+#if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace polysilicon {
@@ -16,7 +21,20 @@ extern const Kernels kernels;
 namespace avx2 {
 extern const Kernels kernels;
 }
+namespace avxvnni {
+extern const Kernels kernels;
+}
 namespace avx512 {
+extern const Kernels kernels;
+}
+#elif defined(__aarch64__)
+namespace neon {
+extern const Kernels kernels;
+}
+namespace neon_dotprod {
+extern const Kernels kernels;
+}
+namespace neon_i8mm {
 extern const Kernels kernels;
 }
 #endif
@@ -61,6 +79,8 @@ bool has_avx2() {
          all(processor.leaf7_ebx, {3, 5, 8});
 }
 
+bool has_avxvnni() { return has_avx2() && all(Processor().leaf7_1_eax, {4}); }
+
 bool has_avx512() {
   const Processor processor;
   return has_avx2() && (processor.saved & 0xe6) == 0xe6 &&
@@ -68,6 +88,33 @@ bool has_avx512() {
          all(processor.leaf7_1_eax, {5});
 }
 
+#elif defined(__aarch64__)
+
+#if defined(__linux__)
+
+bool has_dotprod() { return getauxval(AT_HWCAP) & HWCAP_ASIMDDP; }
+
+bool has_i8mm() { return has_dotprod() && (getauxval(AT_HWCAP2) & HWCAP2_I8MM); }
+
+#elif defined(__APPLE__)
+
+bool feature(const char* name) {
+  int value = 0;
+  std::size_t size = sizeof value;
+  return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value == 1;
+}
+
+bool has_dotprod() { return feature("hw.optional.arm.FEAT_DotProd"); }
+
+bool has_i8mm() { return has_dotprod() && feature("hw.optional.arm.FEAT_I8MM"); }
+
+#else
+
+bool has_dotprod() { return false; }
+
+bool has_i8mm() { return false; }
+
+#endif
 #endif
 
 }  // namespace
@@ -75,7 +122,12 @@ bool has_avx512() {
 const Level kLevels[] = {
 #ifdef __x86_64__
     {&avx512::kernels, has_avx512},
+    {&avxvnni::kernels, has_avxvnni},
     {&avx2::kernels, has_avx2},
+#elif defined(__aarch64__)
+    {&neon_i8mm::kernels, has_i8mm},
+    {&neon_dotprod::kernels, has_dotprod},
+    {&neon::kernels, always},
 #endif
     {&portable::kernels, always},
 };

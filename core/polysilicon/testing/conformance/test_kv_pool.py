@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from polysilicon.backend import KV_DTYPES, KVPool, KVSpec, Plane
+from polysilicon.backend import KV_DTYPES, Batch, Dense, KVPool, KVSpec, Ops, kv_planes
 from polysilicon.testing.attention import AttentionBench, AttentionCase, Context, Extension
+from polysilicon.testing.batches import Chunk, make_batch
 from polysilicon.testing.kit import Kit, assert_close
 
 HEADER_BYTES = 20
@@ -23,10 +25,7 @@ def spec_of(kit: Kit, *, page_size: int, kv_dtype: str) -> KVSpec:
         name="pool",
         layers=(0, 2, 3),
         window=None,
-        planes=(
-            Plane(name="k", heads=2, dim=32, dtype=kv_dtype),
-            Plane(name="v", heads=2, dim=16, dtype=kv_dtype),
-        ),
+        planes=kv_planes(heads=2, key_dim=32, value_dim=16, dtype=kv_dtype),
         page_size=page_size,
     )
 
@@ -39,7 +38,7 @@ def random_pages(kit: Kit, spec: KVSpec, count: int) -> Bytes:
         data = spec.block_header()
         for _ in spec.layers:
             for plane in spec.planes:
-                values = kit.normal(plane.heads, block, plane.dim)
+                values = kit.normal(plane.heads, block, plane.dim, scale=20)
                 data += values.astype(KV_DTYPES[plane.dtype]).tobytes()
         blocks.append(np.frombuffer(data, np.uint8))
     return np.stack(blocks).reshape(count, -1, len(blocks[0]))
@@ -171,6 +170,56 @@ def test_copy_of_nothing(kit: Kit) -> None:
     assert np.array_equal(read(pool, [1]), data)
 
 
+def test_int8_blocks_carry_their_scales(kit: Kit) -> None:
+    """Behind the values of each layer: in what a token takes, in a block, and in the header."""
+    plain, quantised = (spec_of(kit, page_size=16, kv_dtype=name) for name in ("f16", "int8"))
+    assert plain.token_bytes == 3 * 2 * (32 + 16) * 2
+    assert quantised.token_bytes == 3 * 2 * (32 + 16 + 4 + 4)
+    assert quantised.block_bytes == HEADER_BYTES + 16 * quantised.token_bytes
+    assert int.from_bytes(quantised.block_header()[12:16], "little") == 4
+    names = list(block_values(quantised, np.zeros(quantised.block_bytes, np.uint8)))[:4]
+    assert names == [(0, "k"), (0, "v"), (0, "k_scale"), (0, "v_scale")]
+
+
+def test_int8_of_extreme_vectors(kit: Kit) -> None:
+    """Zeros, values too small for a scale, and very large ones are stored as the contract says."""
+    if "int8" not in kit.capabilities.kv_dtypes:
+        pytest.skip("declares no int8 KV")
+    rows = np.array([np.zeros(32), np.full(32, 1e-37), np.full(32, 1e-30), np.full(32, -1e30)])
+    rows = np.concatenate([rows, kit.normal(4, 32)]).astype(np.float32)
+    rows[4, 3], rows[5, 0] = np.inf, np.nan
+    rows[6, 1:] = 0
+    table = kit.device.put([Dense(array=rows)])
+    spec = dataclasses.replace(
+        spec_of(kit, page_size=kit.capabilities.page_sizes[0], kv_dtype="int8"),
+        planes=kv_planes(heads=1, key_dim=32, value_dim=32, dtype="int8"),
+    )
+    pool = kit.device.kv_pool(spec, 1 + -(-len(rows) // spec.page_size))
+
+    def computation(ops: Ops, batch: Batch) -> Any:
+        x = ops.embed(table, batch.tokens)
+        return ops.attention(x, x, x, batch=batch, pool=pool, layer=2, heads=1, scale=1.0)
+
+    pages = list(range(1, pool.pages))
+    chunk = Chunk(tokens=list(range(len(rows))), pages=(pages,))
+    kit.evaluate(computation, make_batch([chunk], (spec.page_size,)))
+    found: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in ("k", "v", "k_scale")}
+    for block in read(pool, pages).reshape(-1, spec.block_bytes):
+        for name, parts in found.items():
+            parts.append(block_values(spec, block)[1, name][0])
+    keys, values, scales = (np.concatenate(parts)[: len(rows)] for parts in found.values())
+    assert np.array_equal(keys, values)
+    expected = np.abs(rows[[0, 1, 2, 3, 6, 7]]).max(axis=1) / np.float32(127)
+    expected[:2] = 0
+    np.testing.assert_allclose(scales[[0, 1, 2, 3, 6, 7], 0], expected, rtol=3e-7)
+    assert np.isnan(scales[4:6]).all()
+    assert not keys[[0, 1, 4, 5]].any()
+    assert (keys[2] == 127).all()
+    assert (keys[3] == -127).all()
+    assert abs(int(keys[6, 0])) == 127
+    assert not keys[6, 1:].any()
+
+
 def test_attention_writes_the_canonical_layout(kit: Kit) -> None:
     """What attention stored, read as bytes, is each token's key and value in its place."""
     for kv_dtype in kit.capabilities.kv_dtypes:
@@ -184,9 +233,13 @@ def test_attention_writes_the_canonical_layout(kit: Kit) -> None:
         stored: dict[str, list[npt.NDArray[Any]]] = {"k": [], "v": []}
         for block in data.reshape(-1, bench.spec.block_bytes):
             for name, rows in stored.items():
-                rows.append(block_values(bench.spec, block)[place, name].swapaxes(0, 1))
+                arrays = block_values(bench.spec, block)
+                found = arrays[place, name].astype(np.float64)
+                if kv_dtype == "int8":
+                    found *= arrays[place, f"{name}_scale"]
+                rows.append(found.swapaxes(0, 1))
         for expected, name in ((keys, "k"), (values, "v")):
-            actual = np.concatenate(stored[name])[:length].astype(np.float64)
+            actual = np.concatenate(stored[name])[:length]
             assert_close(actual, expected, kit.bound)
         bench.pool.close()
 

@@ -3,16 +3,18 @@
 #include <cstring>
 
 #include "levels/products_generic.h"
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__)
 #include "levels/products_avx512.h"
+#elif defined(__AVX2__) || defined(PS_NEON)
+#include "levels/products_int8.h"
 #endif
 
 namespace polysilicon::PS_LEVEL {
 namespace {
 
-#ifndef __AVX512BF16__
+#if !defined(__AVX2__) && !defined(PS_NEON)
 
-constexpr bool kNarrow = false;
+constexpr bool kInt8 = false, kBfloat16 = false;
 
 int bfloat16_raise(Codes, int) { return 0; }
 
@@ -33,7 +35,7 @@ void multiply(const Segment& segment, const std::uint8_t* data, const RecordLayo
 
 extern const ProductKernels product_kernels;
 const ProductKernels product_kernels = {
-    kNarrow, kNarrow, bfloat16_raise, prepare, scratch_bytes, multiply, dots,
+    kInt8, kBfloat16, bfloat16_raise, prepare, scratch_bytes, multiply, dots,
 };
 
 }  // namespace polysilicon::PS_LEVEL

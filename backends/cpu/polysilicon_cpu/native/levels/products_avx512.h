@@ -11,7 +11,7 @@
 namespace polysilicon::PS_LEVEL {
 namespace {
 
-constexpr bool kNarrow = true;
+constexpr bool kInt8 = true, kBfloat16 = true;
 
 // How far ahead of the codes that are being multiplied memory is asked for, in bytes.
 constexpr int kPrefetch = 8192;

@@ -4,37 +4,29 @@
 #include <cstring>
 
 #include "levels/products.h"
+#include "levels/vectors.h"
 
-#ifdef __F16C__
-// gcc 12 takes the deliberately undefined operands of its own intrinsics for a mistake.
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#include <immintrin.h>
-#endif
+#define PS_INLINE __attribute__((always_inline)) inline
 
 namespace polysilicon::PS_LEVEL {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int kVectorBytes = 64;
 constexpr int kRowsAtOnce = 8;
-#elif defined(__AVX2__)
-constexpr int kVectorBytes = 32;
+#elif defined(__AVX2__) || defined(PS_NEON)
 constexpr int kRowsAtOnce = 4;
 #else
-constexpr int kVectorBytes = 16;
 constexpr int kRowsAtOnce = 2;
 #endif
-constexpr int kVectors = 64 / kVectorBytes;
-// Whole vectors of the level; read and written at any address.
-typedef float Floats __attribute__((vector_size(kVectorBytes)));
+constexpr int kVectorBytes = kWidth * 4;
+constexpr int kVectors = kLanes / kWidth;
+// Read and written at any address.
 typedef float LooseFloats __attribute__((vector_size(kVectorBytes), aligned(4), may_alias));
-typedef std::int32_t Ints __attribute__((vector_size(kVectorBytes)));
 typedef std::int32_t LooseInts __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
-typedef std::uint16_t Pairs16 __attribute__((vector_size(kVectorBytes)));
-typedef std::uint16_t LoosePairs16
+typedef std::uint8_t Bytes __attribute__((vector_size(kVectorBytes)));
+typedef std::uint16_t Shorts __attribute__((vector_size(kVectorBytes)));
+typedef std::uint16_t LooseShorts
     __attribute__((vector_size(kVectorBytes), aligned(1), may_alias));
-constexpr int kVectorLanes = kVectorBytes / 4;
 
 constexpr int kMaxRowsAtOnce = 8;
 
@@ -154,10 +146,10 @@ void code_bytes(const std::uint8_t* tile, int bits, std::uint8_t* out) {
       const int shift = r / width * width;
       std::uint8_t* bytes = out + r * 64;
       for (int i = 0; i < 64; i += kVectorBytes) {
-        const Pairs16 stored = *reinterpret_cast<const LoosePairs16*>(plane + i);
-        Pairs16 codes = (stored >> shift & mask) << low;
-        if (low > 0) codes |= *reinterpret_cast<const LoosePairs16*>(bytes + i);
-        *reinterpret_cast<LoosePairs16*>(bytes + i) = codes;
+        const Shorts stored = *reinterpret_cast<const LooseShorts*>(plane + i);
+        Shorts codes = (stored >> shift & mask) << low;
+        if (low > 0) codes |= *reinterpret_cast<const LooseShorts*>(bytes + i);
+        *reinterpret_cast<LooseShorts*>(bytes + i) = codes;
       }
     }
     tile += width * 64;
@@ -201,13 +193,13 @@ void tile_values(const Segment& segment, const std::uint8_t* tile, const float* 
   const int offset = segment.offset;
   for (int half = 0; half < 2; ++half) {
     for (int v = 0; v < kVectors; ++v) {
-      const int at = (segment.halves ? half * kLanes : 0) + v * kVectorLanes;
+      const int at = (segment.halves ? half * kLanes : 0) + v * kWidth;
       const Floats factor = *reinterpret_cast<const LooseFloats*>(scale + at);
       const Floats added =
           bias == nullptr ? Floats{} : *reinterpret_cast<const LooseFloats*>(bias + at);
       for (int r = half * 4; r < half * 4 + 4; ++r) {
         const Ints words = *reinterpret_cast<const LooseInts*>(codes + r * 64 + v * kVectorBytes);
-        float* lanes = out + r * 4 * kLanes + v * kVectorLanes;
+        float* lanes = out + r * 4 * kLanes + v * kWidth;
         for (int b = 0; b < 4; ++b) {
           const Ints code = (words >> b * 8 & 255) - offset;
           *reinterpret_cast<LooseFloats*>(lanes + b * kLanes) =

@@ -13,7 +13,8 @@
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop
-#elif defined(__ARM_NEON)
+#elif defined(__ARM_NEON) && !defined(PS_PORTABLE)
+#define PS_NEON
 #include <arm_neon.h>
 #endif
 
@@ -61,7 +62,7 @@ template <class Vector>
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__)
   return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif defined(__ARM_NEON)
+#elif defined(PS_NEON)
   return (Floats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
   return a * b + c;
@@ -132,7 +133,7 @@ template <class Vector>
   return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 #elif defined(__AVX2__)
   return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
-#elif defined(__ARM_NEON)
+#elif defined(PS_NEON)
   return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
 #else
   Words bits;
