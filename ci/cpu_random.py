@@ -1,161 +1,67 @@
-"""Many small random products of the CPU backend against float64.
+"""A million small random products and attentions of the CPU backend against float64.
 
-    python ci/cpu_random.py --products 1000000
+    python ci/cpu_random.py
 
-Every case draws encodings, shapes, row counts, a bias and the rounding of inputs, at every
-instruction-set level that runs here, and holds each output to a bound that rounding cannot exceed.
-Ends with an error that names the case's seed at the first product outside of it.
+Half of the cases are products (cpu_random_products.py), half attentions (cpu_random_attention.py),
+at every instruction-set level that runs here. Ends with an error that names the case at the first
+result out of bounds. A million take about an hour on two cores that have nothing else to do.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 
-import numpy as np
-import numpy.typing as npt
+import cpu_random_attention
+import cpu_random_products
 
-from polysilicon.testing import encoded
-from polysilicon.testing.encoded import Encoded
-from polysilicon_cpu import levels, products
-from polysilicon_cpu.device import CPUDevice
-from polysilicon_cpu.handles import MatrixHandle
-from polysilicon_cpu.options import Options
-
-ACTIVATIONS = ("f32", "bf16", "int8")
-GROUPS = (16, 32, 48, 64, 128, 256)
-ROWS_OF_A_WEIGHT = 4
-LARGEST_ROWS = 130
+KINDS: dict[str, Callable[[int, int, float], int]] = {
+    "products": cpu_random_products.run,
+    "attention": cpu_random_attention.run,
+}
+PART = 2500
+"""Cases that a process checks before it reports."""
 
 
-class WrongResult(Exception):
-    """A product outside of its bound; the message names the case."""
-
-
-def roundings_of(level: str) -> tuple[str, ...]:
-    """Roundings of inputs that a level has kernels for; others give what float32 gives."""
-    if level == "portable":
-        return ("f32",)
-    return ACTIVATIONS if level.startswith(("amx", "avx512")) else ("f32", "int8")
-
-
-def devices(threads: int) -> dict[tuple[str, str], CPUDevice]:
-    """A device for every level that runs here and every rounding of inputs that it has."""
-    usable = [level for level in levels.built() if levels.failure(level) is None]
-    return {
-        (level, activations): CPUDevice(
-            Options(level=level, threads=threads, activations=activations)
-        )
-        for level in usable
-        for activations in roundings_of(level)
-    }
-
-
-def random_part(rng: np.random.Generator, rows: int, columns: int) -> Encoded:
-    """A part of any encoding that fits the columns."""
-    kind = rng.choice(["affine", "affine", "affine", "float", "dense", "block"])
-    groups = [group for group in (*GROUPS, columns) if columns % group == 0]
-    group = int(rng.choice(groups))
-    shape = (rows, columns)
-    if kind == "affine":
-        variant = str(rng.choice(encoded.AFFINE_VARIANTS))
-        return encoded.affine(rng, shape, int(rng.integers(2, 9)), group, variant)
-    if kind == "float":
-        variant = str(rng.choice(encoded.FLOAT_VARIANTS))
-        return encoded.group_float(
-            rng, shape, str(rng.choice(encoded.FLOAT_FORMATS)), group, variant
-        )
-    if kind == "block":
-        block = (int(rng.integers(1, 40)), int(rng.choice([16, 32, 40, 64])))
-        return encoded.group_float(rng, shape, "f8_e4m3", columns, block=block)
-    return encoded.of_kind(f"dense:{rng.choice(['f32', 'f16', 'bf16'])}")(rng, shape)
-
-
-def random_columns(rng: np.random.Generator) -> int:
-    if rng.random() < 0.3:
-        return int(rng.integers(1, 300))
-    return int(rng.choice(GROUPS) * rng.integers(1, 5))
-
-
-def largest_error(
-    x: npt.NDArray[np.float64], values: npt.NDArray[np.float64], activations: str
-) -> npt.NDArray[np.float64]:
-    """What rounding may add up to, for x `[rows, K]` and W `[N, K]`: `[rows, N]`.
-
-    Inputs in bf16 are off by 2^-8 of themselves, as are weights that are not whole numbers of a
-    scale; in int8, by half a step, the largest of 32 inputs having 127. Sums are in float32.
-    """
-    sizes, weights = np.abs(x), np.abs(values)
-    sums = sizes.sum(axis=1)[:, None] * weights.max(axis=1)
-    if activations == "f32":
-        return 1e-5 * sums + 1e-30
-    rounding = 2.0**-7 * 1.01 * (sizes @ weights.T)
-    if activations == "int8":
-        # Act-order permutes inputs before they are rounded: the largest of a row bounds any group.
-        rounding += sizes.max(axis=1)[:, None] / 254 * 1.02 * weights.sum(axis=1)
-    return rounding + 1e-4 * sums
-
-
-def check_weight(
-    rng: np.random.Generator, device: CPUDevice, activations: str, row_counts: int
-) -> None:
-    """One weight of one to three parts, multiplied with several numbers of rows."""
-    columns = random_columns(rng)
-    parts = [
-        random_part(rng, int(rng.integers(1, 70)), columns)
-        for _ in range(rng.choice([1, 1, 1, 2, 3]))
-    ]
-    handle = device.put([part.weight for part in parts])
-    assert isinstance(handle, MatrixHandle)
-    values = np.concatenate([part.values for part in parts])
-    exact = np.concatenate([part.weight.dequantize() for part in parts])
-    if not np.array_equal(handle.values(), exact):
-        raise WrongResult("rows read back differ from the weight's values")
-    bias = rng.standard_normal(len(values), np.float32) if rng.random() < 0.3 else None
-    x = rng.standard_normal((LARGEST_ROWS, columns), np.float32)
-    x *= np.exp(rng.standard_normal(columns) * rng.choice([0, 1])).astype(np.float32)
-    first = None
-    for _ in range(row_counts):
-        rows = int(rng.integers(1, 18)) if rng.random() < 0.8 else int(rng.integers(18, 131))
-        actual = products.linear(device, handle, x[:rows], bias)
-        wide = x[:rows].astype(np.float64)
-        expected = wide @ values.T + (0 if bias is None else bias)
-        allowed = largest_error(wide, values, activations) + 1e-6 * np.abs(expected)
-        if not np.all(np.abs(actual - expected) <= allowed):
-            encodings = "+".join(part.weight.encoding for part in parts)
-            raise WrongResult(f"{encodings} of {values.shape} with {rows} rows is out of bounds")
-        first = actual[0] if first is None else first
-        if not np.array_equal(actual[0], first):
-            raise WrongResult(f"the first row differs among {rows} rows")
-
-
-def run(count: int, seed: int, seconds: float) -> int:
-    """Products checked, of `count` or as many as the time allowed."""
-    open_devices = {threads: devices(threads) for threads in (1, 2)}
-    begin, done = time.monotonic(), 0
-    while done < count and time.monotonic() - begin < seconds:
-        rng = np.random.default_rng([seed, done])
-        chosen = open_devices[2 if rng.random() < 0.05 else 1]
-        names = list(chosen)
-        level, activations = names[rng.integers(len(names))]
-        try:
-            check_weight(rng, chosen[level, activations], activations, ROWS_OF_A_WEIGHT)
-        except WrongResult as error:
-            raise WrongResult(f"seed [{seed}, {done}], {level}, {activations}: {error}") from None
-        done += ROWS_OF_A_WEIGHT
-        if done % 40_000 == 0:
-            print(f"{done:,} products, {time.monotonic() - begin:.0f} s", flush=True)
-    return done
+def check(kind: str, count: int, seed: int) -> int:
+    """How many cases were checked. Raises a RuntimeError that says how to repeat what failed."""
+    try:
+        return KINDS[kind](count, seed, float("inf"))
+    except (cpu_random_products.WrongResult, cpu_random_attention.WrongResult) as error:
+        raise RuntimeError(f"{error} (ci/cpu_random_{kind}.py --seed {seed})") from None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--products", type=int, default=1_000_000)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=time.time_ns() % (1 << 32))
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args()
-    done = run(arguments.products, arguments.seed, arguments.seconds)
-    print(f"{done:,} random products within their bounds (seed {arguments.seed})")
+    began, done, shown = time.monotonic(), dict.fromkeys(KINDS, 0), 0
+    parts = max(1, round(arguments.cases / len(KINDS) / PART))
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        running = {
+            pool.submit(check, kind, PART, arguments.seed + part): kind
+            for part in range(parts)
+            for kind in KINDS
+        }
+        for future in as_completed(running):
+            try:
+                done[running[future]] += future.result()
+            except RuntimeError as error:
+                pool.shutdown(wait=False, cancel_futures=True)
+                sys.exit(f"wrong: {error}")
+            if sum(done.values()) >= shown + 10_000:
+                shown = sum(done.values())
+                print(f"{shown:,} cases in {time.monotonic() - began:,.0f} s", flush=True)
+    found = " and ".join(f"{count:,} random {kind}" for kind, count in done.items())
+    print(f"{found} cases within their bounds (seed {arguments.seed})")
 
 
 if __name__ == "__main__":

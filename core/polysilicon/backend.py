@@ -111,12 +111,16 @@ KV_DTYPES: dict[str, np.dtype[Any]] = {
 }
 """KV dtypes by name. Every backend stores f16, so that any two have one in common.
 
-`int8` is quantised with a scale for each token and head, in a plane of its own (`kv_planes`). Of
-a vector x, in float32: scale = max |x| / 127 and code = x / scale, rounded to nearest even, which
-is read back as code * scale. Where that scale is below the least normal float32, 2^-126, it and
-the codes are 0; where x holds an infinity or a NaN, it is NaN and they are 0. Scales are f32, for
-6 % of a head of 64: in float16 they would lose precision below 6e-5, where a head's values stay
-below 0.008.
+`int8` is quantised with a scale for each token and head, in a plane of its own (`kv_planes`). A
+vector x is first turned: y = H x, where H is the Walsh-Hadamard transform over consecutive blocks
+of the largest power of two that divides the head's dim, divided by the root of that power. H is
+its own inverse and keeps products of queries and keys; it spreads the few large dimensions that
+keys have, which alone would set the scale (QuaRot, arXiv 2404.00456: the error of
+log-probabilities falls to a third). Then, in float32, scale = max |y| / 127 and code = y / scale,
+rounded to nearest even, which is read back as H (code * scale). Where that scale is below the
+least normal float32, 2^-126, it and the codes are 0; where y holds an infinity or a NaN, it is NaN
+and they are 0. Scales are f32, for 6 % of a head of 64: in float16 they would lose precision below
+6e-5, where a head's values stay below 0.008.
 """
 
 

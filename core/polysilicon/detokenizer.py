@@ -2,7 +2,7 @@
 
 import codecs
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from polysilicon.errors import RequestError
@@ -76,14 +76,23 @@ class StopChecker:
     character the longest; so the result does not depend on how the text was cut into pieces.
     """
 
-    def __init__(self, stops: Sequence[str], *, include: bool) -> None:
-        """`include`: whether the stop string itself is part of the text that comes out.
+    def __init__(
+        self,
+        stops: Sequence[str],
+        *,
+        include: bool,
+        may_stop: Callable[[str], bool] | None = None,
+    ) -> None:
+        """`include`: whether the stop string itself is part of the text that comes out. `may_stop`:
+        whether the text may end before a stop string that was found, told what came since the last
+        text that was let out; where it may not, the stop string is text like any other.
 
         Raises RequestError for an empty stop string.
         """
         if "" in stops:
             raise RequestError("a stop string is empty: leave it out")
         self._include = include
+        self._may_stop = may_stop
         self._root = _automaton(stops)
         self._node = self._root
         self._held = ""
@@ -98,19 +107,33 @@ class StopChecker:
         """The text that is now certain; nothing after a stop string was found."""
         if self._matched is not None:
             return ""
+        if not self._root.children:
+            return text
         node = self._node
         text_with_held = self._held + text
         for position, character in enumerate(text, len(self._held)):
             node = _step(self._root, node, character)
-            if node.stop is not None:
-                self._matched = node.stop
+            end = position + 1
+            stop = self._stop_at(node, text_with_held[:end])
+            if stop is not None:
+                self._matched = stop
                 self._held = ""
-                end = position + 1
-                return text_with_held[: end if self._include else end - len(node.stop)]
+                return text_with_held[: end if self._include else end - len(stop)]
         self._node = node
         certain = len(text_with_held) - node.depth
         self._held = text_with_held[certain:]
         return text_with_held[:certain]
+
+    def _stop_at(self, node: _Node, text: str) -> str | None:
+        """The longest stop string that ends `text` and may end it all."""
+        if self._may_stop is None:
+            return node.stop
+        at: _Node | None = node
+        while at is not None and at.stop is not None:
+            if text.endswith(at.stop) and self._may_stop(text[: -len(at.stop)]):
+                return at.stop
+            at = at.fallback
+        return None
 
     def flush(self) -> str:
         """The text held back, when no more is to come."""

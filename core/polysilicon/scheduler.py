@@ -301,16 +301,22 @@ class Scheduler:
                 news.append((sequence, None))
                 continue
             known_output = sequence.num_tokens - sequence.num_prompt
-            ends = sequence.end_rule.ends(token, known_output)
             if not known_output and self.policy.guards_slo and self._misses(sequence, now):
                 self._set_late(sequence)
-            sequence.append(token)
+            self.append(sequence, token)
             news.append((sequence, token))
-            if ends:
-                self.finish(sequence, FinishReason.STOP)
-            elif self._is_full(sequence, sequence.num_tokens):
-                self.finish(sequence, FinishReason.LENGTH)
         return news
+
+    def append(self, sequence: Sequence, token: int) -> None:
+        """Give a sequence its next known token; it ends where the token ends it or it has all that
+        it may have. A token that no step drew is computed as a prefill is; nothing may be in flight
+        that comes after it."""
+        ends = sequence.end_rule.ends(token, sequence.num_tokens - sequence.num_prompt)
+        sequence.append(token)
+        if ends:
+            self.finish(sequence, FinishReason.STOP)
+        elif self._is_full(sequence, sequence.num_tokens):
+            self.finish(sequence, FinishReason.LENGTH)
 
     def _is_full(self, sequence: Sequence, length: int) -> bool:
         """Whether a sequence of `length` tokens has all that it may have."""

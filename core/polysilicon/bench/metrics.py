@@ -104,7 +104,7 @@ def summarise(
         "max_concurrent_requests": max_concurrency(completed),
     }
     for name, values in latencies(records).items():
-        figures |= _distribution(name, values)
+        figures |= distribution(name, values)
     figures["failures"] = {cause: count for cause, (count, _) in failures(records).items()}
     figures["total_cached_tokens"] = sum(record.cached_tokens for record in completed)
     counted = all(record.counted for record in completed)
@@ -113,7 +113,8 @@ def summarise(
     return figures
 
 
-def _distribution(name: str, values: Sequence[float]) -> Mapping[str, float]:
+def distribution(name: str, values: Sequence[float]) -> Mapping[str, float]:
+    """Mean, median, standard deviation and percentiles, as `mean_NAME_ms` and so on."""
     array = np.array(values or [0.0])
     figures = {
         f"mean_{name}_ms": float(array.mean()),

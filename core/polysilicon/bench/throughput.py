@@ -36,13 +36,9 @@ class Throughput:
     core_ms_per_step: float
 
 
-def measure(client: Client, engine: Engine, load: Load, *, repeats: int, seed: int) -> Throughput:
-    """Run the load `repeats` times, after one run that is not counted, with fresh tokens each.
-
-    Prefill is timed on requests that end with their first token. The same prompts then decode
-    behind their cached KV, from the moment when every sequence has its first token. Raises
-    ConfigError when the load does not fit the engine's context or number of sequences.
-    """
+def check_fits(load: Load, engine: Engine) -> None:
+    """Raises ConfigError when a load is none, or does not fit the engine's context or number of
+    sequences."""
     if load.output_tokens < 2:
         raise ConfigError("--output-tokens must be at least 2: decoding begins with the second")
     if load.shared_prefix >= load.prompt_tokens:
@@ -54,23 +50,19 @@ def measure(client: Client, engine: Engine, load: Load, *, repeats: int, seed: i
         )
     if load.batch > engine.executor.max_sequences:
         raise ConfigError(f"a batch of {load.batch} needs --max-sequences {load.batch}")
-    random = np.random.default_rng(seed)
-    runs = []
-    for repeat in range(repeats + 1):
-        engine.kv.reset()
-        prompts = random.integers(0, engine.executor.vocab_size, (load.batch, load.prompt_tokens))
-        prompts[:, : load.shared_prefix] = prompts[0, : load.shared_prefix]
-        lists = [tuple(prompt.tolist()) for prompt in prompts]
-        prefill = _prefill(client, engine, lists, f"prefill-{repeat}")
-        runs.append((prefill, *_decode(client, engine, lists, load, f"decode-{repeat}")))
-    columns = zip(*runs[1:], strict=True)
-    return Throughput(**dict(zip(_FIELDS, map(statistics.median, columns), strict=True)))
 
 
-_FIELDS = tuple(field.name for field in dataclasses.fields(Throughput))
+def draw_prompts(random: np.random.Generator, load: Load, engine: Engine) -> list[tuple[int, ...]]:
+    """Prompts of a load, of any ids of the vocabulary."""
+    prompts = random.integers(0, engine.executor.vocab_size, (load.batch, load.prompt_tokens))
+    prompts[:, : load.shared_prefix] = prompts[0, : load.shared_prefix]
+    return [tuple(prompt.tolist()) for prompt in prompts]
 
 
-def _requests(prompts: list[tuple[int, ...]], name: str, max_tokens: int) -> list[Request]:
+def fixed_length_requests(
+    prompts: list[tuple[int, ...]], name: str, max_tokens: int
+) -> list[Request]:
+    """Greedy requests that end after max_tokens exactly; ids are `name-0` and so on."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     return [
         Request(id=f"{name}-{index}", prompt=prompt, params=params)
@@ -78,10 +70,32 @@ def _requests(prompts: list[tuple[int, ...]], name: str, max_tokens: int) -> lis
     ]
 
 
+def measure(client: Client, engine: Engine, load: Load, *, repeats: int, seed: int) -> Throughput:
+    """Run the load `repeats` times, after one run that is not counted, with fresh tokens each.
+
+    Prefill is timed on requests that end with their first token. The same prompts then decode
+    behind their cached KV, from the moment when every sequence has its first token. Raises
+    ConfigError as `check_fits` does.
+    """
+    check_fits(load, engine)
+    random = np.random.default_rng(seed)
+    runs = []
+    for repeat in range(repeats + 1):
+        engine.kv.reset()
+        prompts = draw_prompts(random, load, engine)
+        prefill = _prefill(client, engine, prompts, f"prefill-{repeat}")
+        runs.append((prefill, *_decode(client, engine, prompts, load, f"decode-{repeat}")))
+    columns = zip(*runs[1:], strict=True)
+    return Throughput(**dict(zip(_FIELDS, map(statistics.median, columns), strict=True)))
+
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(Throughput))
+
+
 def _prefill(client: Client, engine: Engine, prompts: list[tuple[int, ...]], name: str) -> float:
     computed = engine.counts.prompt_tokens
     began = time.perf_counter()
-    for _ in client.generate(_requests(prompts, name, 1)):
+    for _ in client.generate(fixed_length_requests(prompts, name, 1)):
         pass
     seconds = time.perf_counter() - began
     return (engine.counts.prompt_tokens - computed) / seconds
@@ -92,7 +106,7 @@ def _decode(
 ) -> tuple[float, float, float]:
     waiting = {(f"{name}-{index}", 0) for index in range(len(prompts))}
     began = steps = core = tokens = 0.0
-    for request in _requests(prompts, name, load.output_tokens):
+    for request in fixed_length_requests(prompts, name, load.output_tokens):
         client.submit(request)
     while client.has_work:
         outputs = client.poll()

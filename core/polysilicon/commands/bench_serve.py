@@ -184,7 +184,11 @@ def serve(
     ] = None,
     save_detailed: Annotated[
         bool,
-        typer.Option("--save-detailed", help="Put every request's times into the JSON.", rich_help_panel=_OUTPUT),
+        typer.Option(
+            "--save-detailed",
+            help="Put every request's times into the JSON.",
+            rich_help_panel=_OUTPUT,
+        ),
     ] = False,
     report: Annotated[
         Path | None,

@@ -20,7 +20,7 @@ from polysilicon.config import SAMPLING_FIELDS, Config
 from polysilicon.engine.loading import Loaded, load_tokenizer
 from polysilicon.errors import ConfigError, RequestError
 from polysilicon.generation import sampling_defaults
-from polysilicon.request import Request, RequestOutput, SamplingParams
+from polysilicon.request import Grammar, Request, RequestOutput, SamplingParams
 from polysilicon.tokenizer import Tokenizer
 from polysilicon.weights.checkpoint import open_checkpoint
 
@@ -83,7 +83,8 @@ def score(model: ModelArgument, file: FileArgument, config: Config) -> None:
 @configured(ENGINE_FIELDS | SAMPLING_FIELDS)
 def generate(model: ModelArgument, file: FileArgument, config: Config) -> None:
     """Continue many prompts as one continuous batch: lines {"prompt": ...} or {"ids": [...]}, with
-    sampling fields, in; the same with ids, output_ids, text, finish_reason and, of one that failed,
+    sampling fields and {"structured_outputs": {"json": SCHEMA}} (or regex, choice, grammar,
+    json_object), in; the same with ids, output_ids, text, finish_reason and, of one that failed,
     error out."""
     with session(config, model) as loaded:
         defaults = {"max_tokens": 128} | sampling_defaults(loaded.checkpoint)
@@ -93,7 +94,11 @@ def generate(model: ModelArgument, file: FileArgument, config: Config) -> None:
             place = f"{file}, line {number}"
             params = _sampling(line, config, defaults, place)
             ids = tuple(prompt_ids(line, loaded.tokenizer, place))
-            requests.append(Request(id=str(len(lines)), prompt=ids, params=params))
+            requests.append(
+                Request(
+                    id=str(len(lines)), prompt=ids, params=params, grammar=_grammar(line, place)
+                )
+            )
             submit(loaded, requests[-1], place)
             lines.append(line)
         collected: dict[tuple[str, int], list[RequestOutput]] = {}
@@ -165,10 +170,34 @@ def _sampling(
         raise RequestError(f"{place}: {error}") from None
 
 
-_OWN_NAMES = {"prompt", "ids", "output_ids", "text", "top", "finish_reason", "choice"}
+_OWN_NAMES = {
+    "prompt", "ids", "output_ids", "text", "top", "finish_reason", "choice", "structured_outputs",
+}  # fmt: skip
 """Names that these commands read or write themselves."""
 
 _IDS = TypeAdapter(list[int])
+
+
+def _grammar(line: Line, place: str) -> Grammar | None:
+    """What the output must be, as vLLM's `structured_outputs` says it. Raises ConfigError."""
+    said = line.get("structured_outputs")
+    if said is None:
+        return None
+    if isinstance(said, dict) and len(said) == 1:
+        [(name, value)] = said.items()
+        if name == "json":
+            text = value if isinstance(value, str) else json.dumps(value)
+            return Grammar(kind="json_schema", text=text)
+        if name == "json_object" and value is True:
+            return Grammar(kind="json_object")
+        if name == "choice":
+            return Grammar(kind="choice", text=json.dumps(value))
+        if name in ("regex", "grammar") and isinstance(value, str):
+            return Grammar(kind="regex" if name == "regex" else "lark", text=value)
+    raise ConfigError(
+        f'{place}: "structured_outputs" needs one of json (a schema), regex, grammar (texts), '
+        "choice (a list of texts) and json_object (true)"
+    )
 
 
 def prompt_ids(line: Line, tokenizer: Tokenizer, place: str) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from polysilicon.errors import RequestError
 from polysilicon.request import Request
+from polysilicon.sampling.grammar import check_grammar
 from polysilicon.sampling.rows import validate
 from polysilicon.scheduler import check_length
 
@@ -19,3 +20,5 @@ def check_request(request: Request, *, vocab_size: int, max_length: int) -> None
         len(prompt), max_length if params.max_tokens is None else params.max_tokens, max_length
     )
     validate(params, vocab_size)
+    if request.grammar is not None:
+        check_grammar(request.grammar)

@@ -67,7 +67,7 @@ class Child:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 # A terminal's Ctrl-C is for the server, which lets running requests finish.
-                start_new_session=True,
+                process_group=0,
             )
             self._process = process
             assert process.stdin is not None

@@ -10,6 +10,7 @@ from typing import Protocol
 from polysilicon.detokenizer import IncrementalDetokenizer, StopChecker
 from polysilicon.errors import RequestError
 from polysilicon.request import FinishReason, Request, RequestOutput, RequestTimes
+from polysilicon.sampling.grammar import GrammarText
 from polysilicon.tokenizer import Tokenizer
 
 
@@ -44,10 +45,30 @@ class _ChoiceText:
         self.detokenizer = IncrementalDetokenizer(
             tokenizer, skip_special=params.skip_special_tokens, prompt_ids=request.prompt
         )
-        self.stops = StopChecker(params.stop, include=params.include_stop_text)
+        self.let_out = ""
+        self.grammar: GrammarText | None = None
+        if request.grammar is not None and params.stop:
+            self.grammar = GrammarText(request.grammar)
+        self.stops = StopChecker(
+            params.stop,
+            include=params.include_stop_text,
+            may_stop=None if self.grammar is None else self._is_whole,
+        )
 
     def take(self, output: RequestOutput) -> RequestOutput:
         """The output with its text; finished when a stop text came."""
+        output = self._take(output)
+        if self.grammar is not None:
+            self.let_out += output.text
+        return output
+
+    def _is_whole(self, text: str) -> bool:
+        """Whether the grammar is complete before a stop text: inside of what it wants, none ends
+        it."""
+        assert self.grammar is not None
+        return self.grammar.matches(self.let_out + text)
+
+    def _take(self, output: RequestOutput) -> RequestOutput:
         ids = output.ids
         if output.finish_reason is FinishReason.STOP and not self.include_stop_text:
             ids = ids[:-1]

@@ -7,7 +7,7 @@ import hashlib
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from polysilicon.backend import AdapterWeights, DeviceError, OutOfMemory, Pendin
 from polysilicon.batch import SampledTokens
 from polysilicon.engine.batching import SequenceSampling, StepArrays, build_step
 from polysilicon.engine.checks import check_request
+from polysilicon.engine.following import Following
 from polysilicon.engine.stats import EngineStats
 from polysilicon.errors import RequestError
 from polysilicon.executor import Executor
@@ -29,17 +30,22 @@ from polysilicon.request import (
     RequestTimes,
     TokenLogprobs,
 )
+from polysilicon.sampling.grammar import Grammars, GrammarState
 from polysilicon.sampling.rows import SequenceSampler
 from polysilicon.scheduler import Scheduler, Sequence, Step
+from polysilicon.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Choice:
-    """One choice of a request while it lives in the engine."""
+    """One choice of a request while it lives in the engine. is_new: nothing was told of it yet.
+    held: tokens that its grammar forced before the first one was sampled, to be told with it."""
 
     request: Request
     index: int
     arrival: float
+    is_new: bool = True
+    held: tuple[int, ...] = ()
     first_scheduled: float | None = None
     first_token: float | None = None
     scores: list[TokenLogprobs] = dataclasses.field(default_factory=list)
@@ -112,11 +118,24 @@ class Engine:
         self._step_seconds: deque[float] = deque(maxlen=1024)
         self._last_result = 0.0
         self._ended: list[RequestOutput] = []
+        self._following: Following | None = None
         self._serial = 0
+
+    def serve_grammars(self, tokenizer: Tokenizer) -> None:
+        """Serve requests with a grammar from now on. tokenizer: the model's."""
+        grammars = Grammars(tokenizer, vocab_size=self.executor.vocab_size, eos_ids=self.eos_ids)
+        self._following = Following(grammars, self.scheduler)
+
+    def warm_grammars(self) -> None:
+        """Prepare what all grammars share, which would hold up the steps of others later."""
+        if self._following is not None:
+            self._following.grammars.warm()
 
     @property
     def has_work(self) -> bool:
-        return bool(self.scheduler.has_work or self._in_flight or self._ended)
+        return bool(
+            self.scheduler.has_work or self._in_flight or self._ended or self._num_compiling
+        )
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises RequestError when it can never be served as it stands."""
@@ -130,6 +149,8 @@ class Engine:
                 f"priority {request.priority} has no effect under the policy "
                 f"{self.scheduler.policy.name}: leave it out, or start with --policy priority"
             )
+        if request.grammar is not None and self._following is None:
+            raise RequestError("this engine serves no grammars: it has no tokenizer")
         params = request.params
         slot, adapter = 0, None
         if request.adapter is not None:
@@ -175,7 +196,8 @@ class Engine:
                 leader=sequences[0] if sequences else None,
             )
             self._serial += 1
-            self.scheduler.add(sequence)
+            if request.grammar is None:
+                self.scheduler.add(sequence)
             self._choices[sequence] = _Choice(request, index, arrival)
             self._unscheduled.add(sequence)
             self._samplings[sequence] = SequenceSampling(
@@ -183,6 +205,9 @@ class Engine:
             )
             sequences.append(sequence)
         self._requests[request.id] = sequences
+        if request.grammar is not None:
+            assert self._following is not None
+            self._following.wait(request.grammar, sequences)
 
     def cancel(self, request_id: str, choice: int | None = None) -> None:
         """End a request, or one choice of it, and free its pages; unknown ids are ignored."""
@@ -201,6 +226,8 @@ class Engine:
             return self._fail(f"the device failed: {error}")
 
     def _step(self) -> list[RequestOutput]:
+        if self._following is not None and self._num_compiling:
+            self._start_following(self._following)
         began = time.perf_counter()
         submitted = self._submit()
         self.counts.core_seconds += time.perf_counter() - began
@@ -248,7 +275,10 @@ class Engine:
         return EngineStats(
             requests=len(self._requests),
             running=len(self.scheduler.running),
-            waiting={"capacity": len(self.scheduler.waiting)},
+            waiting={
+                "capacity": len(self.scheduler.waiting),
+                "grammar": self._num_compiling,
+            },
             kv=self.kv.usage(),
             prefix_queries=self.kv.prefix_queries,
             prefix_hits=self.kv.prefix_hits,
@@ -261,7 +291,60 @@ class Engine:
 
     def close(self) -> None:
         self._in_flight.clear()
+        if self._following is not None:
+            self._following.grammars.close()
         self.executor.close()
+
+    @property
+    def _num_compiling(self) -> int:
+        return self._following.num_waiting if self._following is not None else 0
+
+    def _start_following(self, following: Following) -> None:
+        """Queue the sequences whose grammars are compiled; end those whose grammars are refused."""
+        idle = not (self.scheduler.has_work or self._in_flight or self._ended)
+        for sequences, compiled in following.ready(idle=idle):
+            if isinstance(compiled, RequestError):
+                for sequence in sequences:
+                    self._end(sequence, FinishReason.ERROR, str(compiled), refused=True)
+                continue
+            started = [(sequence, self._samplings[sequence]) for sequence in sequences]
+            for sequence, sampling in started:
+                sampling.sampler.follow(GrammarState(compiled.deep_copy()))
+                self._choices[sequence].held = following.jump(sequence, sampling)
+            ended = dict(following.settle(started))
+            for sequence in sequences:
+                if sequence in ended or sequence.finish_reason is not None:
+                    self._ended += self._forced(sequence, ended)
+                else:
+                    self.scheduler.add(sequence)
+
+    def _forced(
+        self, sequence: Sequence, ended: Mapping[Sequence, str | None]
+    ) -> list[RequestOutput]:
+        """All news of a sequence that ends before anything of it is computed."""
+        choice = self._choices[sequence]
+        choice.first_token = time.monotonic()
+        self.counts.output_tokens += len(choice.held)
+        reason = None if sequence in ended else sequence.finish_reason
+        news = RequestOutput(
+            request_id=choice.request.id,
+            choice=choice.index,
+            ids=choice.held,
+            finish_reason=reason,
+            times=_times(sequence, choice, choice.first_token),
+        )
+        if reason is not None:
+            self._forget(sequence)
+            return [news]
+        return [news, self._ending_grammar(sequence, ended[sequence])]
+
+    def _ending_grammar(self, sequence: Sequence, error: str | None) -> RequestOutput:
+        """The last news of a sequence that its grammar ends."""
+        if error is not None:
+            return self._ending(sequence, FinishReason.ERROR, error, refused=True)
+        self.scheduler.finish(sequence, FinishReason.STOP)
+        sequence.finish_reason = FinishReason.STOP  # its last token may have been the last allowed
+        return self._ending(sequence, FinishReason.STOP)
 
     def _submit(self) -> bool:
         while (step := self.scheduler.schedule(time.monotonic())) is not None:
@@ -312,15 +395,31 @@ class Engine:
         draw_rows = flight.arrays.draw_rows
         tokens = result.tokens[np.fromiter(draw_rows.values(), np.int32, len(draw_rows))]
         outputs = []
+        grown: list[tuple[Sequence, SequenceSampling]] = []
         news = self.scheduler.complete(flight.step, flight.fence, tokens, now)
         for sequence, token in news:
-            choice = self._choices[sequence]
-            output = self._output(sequence, choice, result, draw_rows[sequence], token, now)
+            choice, sampling = self._choices[sequence], self._samplings[sequence]
+            ids: tuple[int, ...] = ()
             if token is not None:
-                self._samplings[sequence].sampler.append(token)
-            outputs.append(output)
-            if sequence.finish_reason is not None:
+                sampling.sampler.append(token)
+                ids = (*choice.held, token)
+                choice.held = ()
+            reason = sequence.finish_reason
+            grammar = sampling.sampler.grammar
+            if grammar is not None and reason is not FinishReason.STOP:
+                assert self._following is not None
+                ids += self._following.jump(sequence, sampling)
+                reason = None if grammar.at_end else sequence.finish_reason
+                grown.append((sequence, sampling))
+            outputs.append(
+                self._output(sequence, choice, result, draw_rows[sequence], ids, reason, now)
+            )
+            if reason is not None:
                 self._forget(sequence)
+        if grown:
+            assert self._following is not None
+            for sequence, error in self._following.settle(grown):
+                outputs.append(self._ending_grammar(sequence, error))
         self.counts.core_seconds += time.perf_counter() - began
         return outputs
 
@@ -330,33 +429,34 @@ class Engine:
         choice: _Choice,
         result: SampledTokens,
         row: int,
-        token: int | None,
+        ids: tuple[int, ...],
+        reason: FinishReason | None,
         now: float,
     ) -> RequestOutput:
         params = choice.request.params
-        first = sequence.num_tokens - sequence.num_prompt == (token is not None)
+        first, choice.is_new = choice.is_new, False
         if first:
             self.counts.prompt_tokens += sequence.num_prompt - sequence.num_cached
-            choice.first_token = now if token is not None else None
-        if token is not None:
-            self.counts.output_tokens += 1
+            choice.first_token = now if ids else None
+        self.counts.output_tokens += len(ids)
         top: tuple[tuple[int, float], ...] = ()
         logprobs: tuple[TokenLogprobs, ...] = ()
         if params.logprobs is not None:
             top = _top(result, row, params.logprobs)
-            if token is not None:
+            if ids:
                 assert result.logprobs is not None
+                [token] = ids
                 logprobs = (TokenLogprobs(id=token, logprob=float(result.logprobs[row]), top=top),)
         return RequestOutput(
             request_id=choice.request.id,
             choice=choice.index,
-            ids=() if token is None else (token,),
+            ids=ids,
             logprobs=logprobs,
             prompt_logprobs=tuple(choice.scores) if first else (),
             next_top=top if first else (),
             num_cached_tokens=sequence.num_cached if first else 0,
-            finish_reason=sequence.finish_reason,
-            times=_times(sequence, choice, now) if first or sequence.finish_reason else None,
+            finish_reason=reason,
+            times=_times(sequence, choice, now) if first or reason else None,
         )
 
     def _fail(self, cause: str) -> list[RequestOutput]:
@@ -367,19 +467,36 @@ class Engine:
         outputs, self._ended = self._ended, []
         return outputs
 
-    def _end(self, sequence: Sequence, reason: FinishReason, error: str | None = None) -> None:
+    def _end(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str | None = None,
+        *,
+        refused: bool = False,
+    ) -> None:
+        self._ended.append(self._ending(sequence, reason, error, refused=refused))
+
+    def _ending(
+        self,
+        sequence: Sequence,
+        reason: FinishReason,
+        error: str | None = None,
+        *,
+        refused: bool = False,
+    ) -> RequestOutput:
+        """End a sequence now, wherever it is. Returns its last news."""
         choice = self._choices[sequence]
         self.scheduler.finish(sequence, reason)
-        self._ended.append(
-            RequestOutput(
-                request_id=choice.request.id,
-                choice=choice.index,
-                finish_reason=reason,
-                error=error,
-                times=_times(sequence, choice, time.monotonic()),
-            )
-        )
         self._forget(sequence)
+        return RequestOutput(
+            request_id=choice.request.id,
+            choice=choice.index,
+            finish_reason=reason,
+            error=error,
+            refused=refused,
+            times=_times(sequence, choice, time.monotonic()),
+        )
 
     def _forget(self, sequence: Sequence) -> None:
         choice = self._choices.pop(sequence)

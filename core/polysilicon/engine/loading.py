@@ -84,6 +84,7 @@ def load(config: Config, path: Path, *, progress: Progress = no_progress) -> Loa
                     identity=checkpoint.fingerprint(),
                     eos_ids=tokenizer.eos_ids,
                 )
+        engine.serve_grammars(tokenizer)
         undo.pop_all()
     return Loaded(
         client=Client(engine, tokenizer),

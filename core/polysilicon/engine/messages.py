@@ -116,4 +116,5 @@ def is_plain(output: RequestOutput) -> bool:
         and not output.logprobs
         and not output.prompt_logprobs
         and not output.next_top
+        and not output.num_cached_tokens
     )

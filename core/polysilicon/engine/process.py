@@ -68,6 +68,7 @@ def main() -> int:
             began = time.monotonic()
             config = Config.model_validate(start.config)
             loaded = load(config, Path(start.path), progress=_Progress(socket).bar)
+            loaded.engine.warm_grammars()
             facts = _facts(config, loaded, time.monotonic() - began)
             socket.send(messages.encode(messages.Ready(facts)))
             # What loading left will stay: the collector need not look at it again.

@@ -42,8 +42,24 @@ def check_indexes(what: str, indexes: Array, limit: int) -> None:
         )
 
 
+def turn(values: Float32) -> Float32:
+    """The Walsh-Hadamard transform H of `KV_DTYPES` over the last axis; its own inverse."""
+    dim = values.shape[-1]
+    block = dim & -dim
+    turned: Float32 = values.reshape(-1, block)
+    size = 1
+    while size < block:
+        pairs = turned.reshape(-1, block // (2 * size), 2, size)
+        first, second = pairs[:, :, 0], pairs[:, :, 1]
+        turned = np.stack([first + second, first - second], axis=2).reshape(-1, block)
+        size *= 2
+    turned = turned * np.float32(block**-0.5)
+    return turned.reshape(values.shape)
+
+
 def quantize(values: Float32) -> tuple[npt.NDArray[np.int8], Float32]:
     """Codes `[..., dim]` and scales `[..., 1]` of vectors, by the rule of `KV_DTYPES`."""
+    values = turn(values)
     scale = np.abs(values).max(axis=-1, keepdims=True) / np.float32(127)
     scale[scale < np.finfo(np.float32).smallest_normal] = 0
     scale[~np.isfinite(scale)] = np.nan
@@ -95,7 +111,7 @@ class ReferenceKVPool(KVPool):
         plane = self.plane(name, layer)
         values: Float32 = plane[slots].astype(np.float32, copy=False)
         if plane.dtype == np.int8:
-            values *= self.plane(f"{name}_scale", layer)[slots]
+            values = turn(values * self.plane(f"{name}_scale", layer)[slots])
         return values
 
     def copy(self, source: npt.NDArray[np.int32], target: npt.NDArray[np.int32]) -> None:

@@ -93,6 +93,26 @@ def _choices(text: str) -> list[str]:
     return choices
 
 
+class GrammarText:
+    """Whether texts are complete by a grammar, for who has no tokens. The grammar must have been
+    compiled by an engine before: it is trusted."""
+
+    def __init__(self, grammar: Grammar) -> None:
+        self._grammar = grammar
+        self._start: LLMatcher | None = None
+
+    def matches(self, text: str) -> bool:
+        """Whether the text is complete, and the grammar might still go on."""
+        if self._grammar.kind in ("json_object", "json_schema"):
+            return False  # nothing comes behind a complete JSON value
+        if self._start is None:
+            from polysilicon.sampling.grammar_trial import byte_tokenizer, compiled
+
+            self._start = compiled(byte_tokenizer(), source(self._grammar))
+        matcher = self._start.deep_copy()
+        return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+
 class GrammarState:
     """Where one sequence is in its grammar.
 
@@ -109,7 +129,7 @@ class GrammarState:
         """Why the grammar cannot be followed further, or None."""
         if not self._matcher.is_error():
             return None
-        return f"the grammar cannot be followed any further: {_message(self._matcher)}"
+        return f"the grammar cannot be followed any further: {_readable(self._matcher.get_error())}"
 
     @property
     def may_end(self) -> bool:
@@ -231,8 +251,8 @@ class Grammars:
             matcher = compiled(self._token_trie(), text)
             if not matcher.is_error():
                 return matcher
-            error = _message(matcher)
-        raise RequestError(f"the grammar ({grammar.kind}) cannot be used: {error}")
+            error = matcher.get_error()
+        raise RequestError(f"the grammar ({grammar.kind}) cannot be used: {_readable(error)}")
 
 
 class _Tokens:
@@ -264,5 +284,6 @@ class _Tokens:
         return b"".join(self.tokens[token] for token in ids)
 
 
-def _message(matcher: LLMatcher) -> str:
-    return matcher.get_error().split("<non-verbose/>")[0].strip()[:500]
+def _readable(error: str) -> str:
+    text = error.split("<non-verbose/>")[0].strip()[:500]
+    return "it matches no text" if text in ("NoExtension", "NoExtensionBias") else text

@@ -19,7 +19,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-SECONDS = 10
+SECONDS = 5
 """Processor time that one grammar's trial may take."""
 
 MOST_BYTES = 1 << 30
@@ -35,10 +35,10 @@ _WALK = 48
 
 
 def limits() -> LLParserLimits:
-    """Bounds within llguidance: about 10 ms of lexer and 1 ms of parser work for one mask, and some
-    50 MB for one grammar's automaton."""
+    """Bounds within llguidance: some milliseconds of work for one mask, and some 50 MB for one
+    grammar's automaton."""
     return LLParserLimits(
-        step_lexer_fuel=100_000,
+        step_lexer_fuel=50_000,
         step_max_items=20_000,
         max_lexer_states=20_000,
         max_grammar_size=200_000,
@@ -78,7 +78,7 @@ class GrammarTrial:
         """What is wrong with a grammar as llguidance takes it, or None."""
         if self._child is None:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", __name__],
+                [sys.executable, "-P", "-m", "polysilicon.sampling.grammar_trial"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

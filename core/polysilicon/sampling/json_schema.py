@@ -239,6 +239,8 @@ class _Normaliser:
     def _format(
         self, result: dict[str, Any], keyword: str, item: Any, where: str, depth: int
     ) -> None:
+        if not isinstance(item, str):
+            raise _fault(keyword, where, f"must be a text, not {_shown(item)}")
         if item in FORMAT_PATTERNS:
             result.setdefault("allOf", []).append({"pattern": FORMAT_PATTERNS[item]})
         elif item in LIBRARY_FORMATS:

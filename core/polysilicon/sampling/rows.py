@@ -12,6 +12,7 @@ import numpy.typing as npt
 from polysilicon.batch import Float32, Int32, SamplingBatch, SparseRows, UInt32
 from polysilicon.errors import RequestError
 from polysilicon.request import SamplingParams
+from polysilicon.sampling.grammar import GrammarState
 
 _RECORD = np.dtype(
     [
@@ -59,6 +60,7 @@ class SequenceSampler:
 
     num_output: tokens that were appended. record: the bytes of this sequence's `_RECORD`.
     mask: uint32 `[ceil(V / 32)]`, packed as `SamplingBatch.mask`, or None.
+    grammar: what the output follows, or None.
     needs_last_token: whether the last token must be appended before the next step's batch is built.
     is_plain: whether none of its rows ever has a bias, counts or a mask.
     """
@@ -75,16 +77,22 @@ class SequenceSampler:
     ) -> None:
         """params: validated for `vocab_size`. seed: below 2^64, params.seed where that is set."""
         self.num_output = 0
+        self.grammar: GrammarState | None = None
         self.record = _record(params, seed, choice)
         self.mask = (
             None
             if params.allowed_token_ids is None
             else _packed(params.allowed_token_ids, vocab_size)
         )
+        self._allowed = self.mask
         self._min_tokens = params.min_tokens
         self._end_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
+        self._ignored_ids = frozenset[int]()
+        if params.ignore_eos:
+            self._ignored_ids = eos_ids - self._end_ids
+        else:
             self._end_ids |= eos_ids
+        self._vocab_size = vocab_size
         self._bad_words = _BadWords(params.bad_words, prompt)
         self._counts = _Counts(params, prompt) if params.uses_counts else None
         self.needs_last_token = self._counts is not None or self._bad_words.needs_tail
@@ -92,6 +100,7 @@ class SequenceSampler:
             token: min(max(value, -_LARGEST), _LARGEST)
             for token, value in params.logit_bias.items()
         } | dict.fromkeys(self._bad_words.single, -np.inf)
+        self._is_free = not (self._bias or self._bad_words.needs_tail or self._allowed is not None)
         self._early_bias = self._bias
         if params.min_tokens > 0:
             ends = (token for token in self._end_ids if token < vocab_size)
@@ -106,10 +115,43 @@ class SequenceSampler:
         self._bad_words.append(token)
         if self._counts is not None:
             self._counts.append(token)
+        if self.grammar is not None:
+            self.grammar.consume([token])
+
+    def follow(self, grammar: GrammarState) -> None:
+        """Let the output, of which nothing is there yet, follow a grammar."""
+        assert not self.num_output
+        self.grammar = grammar
+        self.needs_last_token = True
+        self.is_plain = False
+
+    def forced(self) -> list[int]:
+        """Tokens that the grammar lets come next and no others; none where anything but the grammar
+        has a say in which tokens may come."""
+        if self.grammar is None or not self._is_free:
+            return []
+        return self.grammar.forced()
+
+    def restrict(self) -> bool:
+        """Bring `mask` up to date with the grammar's own. False when it leaves no token."""
+        assert self.grammar is not None
+        mask = self.grammar.mask
+        if self.grammar.may_end:
+            _clear(mask, self._ignored_ids, self._vocab_size)
+            _set(mask, self._end_ids, self._vocab_size)
+        if self._allowed is not None:
+            mask &= self._allowed
+        ids, values = self.bias(self.num_output)
+        _clear(mask, ids[values == -np.inf].tolist(), self._vocab_size)
+        self.mask = mask
+        return bool(mask.any())
 
     def ends(self, token: int, num_output: int) -> bool:
-        """Whether this token, with `num_output` tokens before it, ends the sequence."""
-        return token in self._end_ids and num_output >= self._min_tokens
+        """Whether this token, with `num_output` tokens before it, ends the sequence. In the middle
+        of what a grammar wants, no token does."""
+        if token not in self._end_ids or num_output < self._min_tokens:
+            return False
+        return self.grammar is None or self.grammar.may_end
 
     def bias(self, num_output: int) -> tuple[Int32, Float32]:
         """Ids and biases for the token with `num_output` tokens before it, each int32 and float32
@@ -279,6 +321,18 @@ def _packed(ids: Iterable[int], vocab_size: int) -> UInt32:
     allowed = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
     allowed[list(ids)] = 1
     return np.packbits(allowed, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def _set(mask: UInt32, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        if token < vocab_size:
+            mask[token // 32] |= np.uint32(1 << token % 32)
+
+
+def _clear(mask: UInt32, ids: Iterable[int], vocab_size: int) -> None:
+    for token in ids:
+        if token < vocab_size:
+            mask[token // 32] &= ~np.uint32(1 << token % 32)
 
 
 def _arrays(bias: dict[int, float]) -> tuple[Int32, Float32]:

@@ -17,14 +17,17 @@ from polysilicon.server.bodies import SCHEMA_REFERENCE, Body
 from polysilicon.server.connection import ClientGone
 from polysilicon.server.dispatcher import Dispatcher
 from polysilicon.server.errors import ApiError, api_error, of_details
+from polysilicon.server.monitoring import monitoring_router
 from polysilicon.server.openai.chat import chat_router
 from polysilicon.server.openai.completions import completions_router
+from polysilicon.server.openai.embeddings import embeddings_router
 from polysilicon.server.openai.failures import failure_response
 from polysilicon.server.openai.models import models_router
 from polysilicon.server.openai.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    EmbeddingBody,
     TokenizeBody,
 )
 from polysilicon.server.openai.tokens import tokens_router
@@ -35,13 +38,21 @@ from polysilicon.server.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-_BODIES: tuple[type[Body], ...] = (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody)
+_BODIES: tuple[type[Body], ...] = (
+    ChatBody,
+    CompletionBody,
+    EmbeddingBody,
+    TokenizeBody,
+    DetokenizeBody,
+)
 _ROUTERS = (
     chat_router,
     completions_router,
+    embeddings_router,
     models_router,
     tokens_router,
     operations_router,
+    monitoring_router,
 )
 
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from polysilicon.chat import ChatTemplate
 from polysilicon.config import Config
@@ -24,6 +24,19 @@ from polysilicon.server.admission import Admission
 from polysilicon.tokenizer import Tokenizer
 
 _CANCEL_SECONDS = 5.0
+
+
+class Watcher(Protocol):
+    """Who is told of every request, as it happens and before its consumer."""
+
+    def submitted(self, request: Request) -> None:
+        """The engine was given a request."""
+
+    def news(self, output: RequestOutput) -> None:
+        """Something came of it."""
+
+    def abandoned(self, request_id: str) -> None:
+        """Its consumer has gone before its last news; there will be no more."""
 
 
 class RequestStream(AsyncIterator[list[RequestOutput]]):
@@ -115,6 +128,7 @@ class Dispatcher:
         self._client = Client(self._supervisor.engine, text.tokenizer)
         self._admission = Admission(config)
         self._streams: dict[str, RequestStream] = {}
+        self._watchers: list[Watcher] = []
         self._observers: list[Callable[[EngineStats], None]] = []
         self._emptied = asyncio.Event()
 
@@ -168,7 +182,13 @@ class Dispatcher:
         self._admission.entered(request, self.facts)
         stream = RequestStream(request, self._leave)
         self._streams[request.id] = stream
+        for watcher in self._watchers:
+            watcher.submitted(request)
         return stream
+
+    def watch(self, watcher: Watcher) -> None:
+        """Have `watcher` told of the requests that are submitted from now on."""
+        self._watchers.append(watcher)
 
     def observe(self, observer: Callable[[EngineStats], None]) -> None:
         """Have `observer` called with every new EngineStats, so that no `step_seconds` is missed:
@@ -210,6 +230,8 @@ class Dispatcher:
                 continue
             if not stream.num_tokens:
                 self._admission.started(stream.request)
+            for watcher in self._watchers:
+                watcher.news(output)
             stream.push(output)
             if stream.ended:
                 self._admission.ended(stream.request, stream.num_tokens)
@@ -224,6 +246,8 @@ class Dispatcher:
         if stream is not None:
             self._client.cancel(request_id)
             self._admission.started(stream.request)
+            for watcher in self._watchers:
+                watcher.abandoned(request_id)
             self._remove(request_id)
 
     def _remove(self, request_id: str) -> None:

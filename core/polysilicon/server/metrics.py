@@ -5,7 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    Info,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.process_collector import ProcessCollector
 
 from polysilicon.engine.facts import ModelFacts
@@ -13,6 +21,9 @@ from polysilicon.engine.stats import EngineStats
 from polysilicon.server.tracking import Record
 
 PREFIX = "polysilicon:"
+
+# A second series for every counter, which says when it began, is what nobody asks for.
+disable_created_metrics()
 
 _FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,

@@ -24,6 +24,7 @@ from polysilicon.server.settings import Settings
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _KEEP_ALIVE_SECONDS = 65
 """Longer than the 60 seconds of most load balancers, so that the server never closes first."""
+_BACKLOG = 2048
 _CLOSING_SECONDS = 5
 """For the last bytes of streams whose requests have ended."""
 
@@ -69,6 +70,8 @@ async def _serve(config: Config, path: Path) -> None:
             )
             for note in dispatcher.facts.notes:
                 _say(note)
+            # From here on connections wait until the server's loop takes them.
+            listener.listen(_BACKLOG)
             _announce(settings, listener)
             # What was loaded stays: the collector need not look at it again.
             gc.collect()

@@ -10,8 +10,8 @@ from typing import Any
 from polysilicon.catalogue import CATALOGUE, DEFAULT_MODEL
 from polysilicon.config import Config
 from polysilicon.errors import ConfigError
-from polysilicon.request import SLO
 from polysilicon.hub import PREFIX
+from polysilicon.request import SLO
 
 SAMPLING_DEFAULTS = frozenset(
     {

@@ -178,11 +178,11 @@ class AttentionBench:
 
     @property
     def bound(self) -> float:
-        """The compute bound. Rotated and normed keys may round to either neighbour of the dtype."""
+        """The compute bound. Rotated, normed and turned keys may round to either neighbour."""
         bound = self.kit.bound
         if self.case.rope is not None:
             bound += oracles.angle_error(500)
-        if self.case.rope is not None or self.case.k_norm:
+        if self.case.rope is not None or self.case.k_norm or self.kv_dtype == "int8":
             bound += STORE_BOUNDS[self.kv_dtype]
         return bound
 

@@ -46,17 +46,21 @@ def angle_error(position: int) -> float:
 
 def stored(values: Float64, kv_dtype: str) -> Float64:
     """Keys or values `[..., dim]` as a KV pool of this dtype gives them back."""
-    rounded = values.astype(np.float32)
     if kv_dtype != "int8":
-        return rounded.astype(KV_DTYPES[kv_dtype]).astype(np.float64)
-    result = np.zeros(values.shape)
-    for index in np.ndindex(values.shape[:-1]):
-        vector = rounded[index]
-        scale = np.float32(max(abs(float(x)) for x in vector)) / np.float32(127)
-        if scale >= 2.0**-126:
-            # Python rounds halves to even.
-            result[index] = [round(float(x / scale)) * float(scale) for x in vector]
-    return result
+        return values.astype(np.float32).astype(KV_DTYPES[kv_dtype]).astype(np.float64)
+    turn = hadamard(values.shape[-1])
+    turned = values.astype(np.float32) @ turn
+    scale = np.abs(turned).max(axis=-1, keepdims=True) / 127
+    codes = np.where(scale >= 2.0**-126, turned, 0) / np.where(scale >= 2.0**-126, scale, 1)
+    return np.asarray(np.round(codes) * scale @ turn)
+
+
+def hadamard(dim: int) -> Float64:
+    """The symmetric, orthogonal matrix by which int8 KV is turned: a sign for every pair of indexes
+    in one block, by the parity of the bits that both have."""
+    block = dim & -dim
+    signs = [[(-1) ** (i & j).bit_count() for j in range(block)] for i in range(block)]
+    return np.kron(np.eye(dim // block), np.array(signs) / math.sqrt(block))
 
 
 def sigmoid(x: Float64) -> Float64:

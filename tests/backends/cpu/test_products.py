@@ -30,12 +30,12 @@ ACTIVATIONS = ("f32", "bf16", "int8", "auto")
 
 
 def _load_random() -> ModuleType:
-    path = Path(__file__).parents[3] / "ci" / "cpu_random.py"
-    spec = importlib.util.spec_from_file_location("cpu_random", path)
+    path = Path(__file__).parents[3] / "ci" / "cpu_random_products.py"
+    spec = importlib.util.spec_from_file_location("cpu_random_products", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["cpu_random"] = module
+    sys.modules["cpu_random_products"] = module
     spec.loader.exec_module(module)
     return module
 
@@ -64,7 +64,7 @@ def put(device: CPUDevice, *parts: Weight) -> MatrixHandle:
 
 
 def test_random_products() -> None:
-    """Some of what ci/cpu_random.py checks by the million."""
+    """Some of what ci/cpu_random_products.py checks by the million."""
     seed = int(np.random.default_rng().integers(1 << 32))
     assert _load_random().run(400, seed, seconds=60) >= 4
 

@@ -1,18 +1,30 @@
-"""A server with known delays, to measure the load generator against."""
+"""A server with known delays for the load generator, and a tiny engine for the offline commands."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from polysilicon.cli import run
+from polysilicon.commands import bench as bench_commands
+from polysilicon.config import Config
+from polysilicon.engine.client import Client
+from polysilicon.engine.loading import build_engine
+from polysilicon.models.loading import load_model
+from polysilicon.reference.device import ReferenceDevice
+from polysilicon.testing.tiny_models import VOCABULARY, tiny_llama
+from polysilicon.tokenizer import Tokenizer
+from polysilicon.tokenizer_vocabulary import BYTE_OF_STAND_IN
+from polysilicon.weights.checkpoint import open_checkpoint
 
 PROBE_TOKENS = 2
 """Output tokens of the load generator's probes; no test asks for so many otherwise."""
@@ -204,6 +216,42 @@ def bench(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, s
     def call(*arguments: object, warm_ups: int = 0) -> tuple[int, str, str]:
         fixed = ["--num-warmups", str(warm_ups)]
         status = run(["bench", "serve", *fixed, *map(str, arguments)])
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def offline(capsys, tmp_path, monkeypatch):
+    """One of the commands on a tiny model: exit status, stdout and stderr."""
+    tokenizer = Tokenizer.from_gguf(
+        {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": "gpt-2",
+            "tokenizer.ggml.tokens": list(BYTE_OF_STAND_IN)[:VOCABULARY],
+            "tokenizer.ggml.token_type": [1] * VOCABULARY,
+            "tokenizer.ggml.merges": [],
+        }
+    )
+
+    @contextlib.contextmanager
+    def session(config, model):
+        device = ReferenceDevice()
+        tiny_llama().write(tmp_path)
+        with open_checkpoint(tmp_path) as checkpoint:
+            loaded = load_model(checkpoint, device)
+        engine, _ = build_engine(
+            Config(kv_pages=100), device, loaded, identity="tiny", eos_ids=frozenset()
+        )
+        client = Client(engine, tokenizer)
+        yield SimpleNamespace(client=client, engine=engine)
+        client.close()
+
+    monkeypatch.setattr(bench_commands, "session", session)
+
+    def call(command: str, *arguments: str) -> tuple[int, str, str]:
+        status = run(["bench", command, "--repeats", "2", *arguments])
         captured = capsys.readouterr()
         return status, captured.out, captured.err
 

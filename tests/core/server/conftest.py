@@ -16,6 +16,9 @@ import httpx
 import openai
 import pytest
 
+from polysilicon.testing.tiny_models import tiny_llama
+from polysilicon.testing.tiny_text import write_text_side
+
 START_SECONDS = 120
 COMMAND = [sys.executable, "-c", "from polysilicon.cli import main; main()", "serve"]
 
@@ -98,3 +101,74 @@ def server(smollm2_path: Path) -> Iterator[Served]:
     """SmolLM2, one server for a module."""
     with running(str(smollm2_path), "--served-model-name", "smollm2") as served:
         yield served
+
+
+@pytest.fixture(scope="session")
+def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a tokenizer; 211 tokens, 512 of context."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    tiny_llama().write(folder)
+    write_text_side(folder)
+    return folder
+
+
+FAULTY = """
+import ctypes, os, signal, time
+from polysilicon.backend import CONTRACT_VERSION, DeviceInfo, DeviceLost, hookimpl
+from polysilicon.reference.device import ReferenceDevice
+
+def fail(batch):
+    tokens = set(batch.tokens[batch.token_source < 0].tolist())
+    if 101 in tokens:
+        raise RuntimeError("the seam came apart")
+    if 102 in tokens:
+        ctypes.string_at(0)
+    if 103 in tokens:
+        raise DeviceLost("the cable was pulled")
+    if 104 in tokens:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if 105 in tokens:
+        os._exit(7)
+    if 106 in tokens:
+        time.sleep(3600)
+    if 107 in tokens:
+        time.sleep(1.5)
+    time.sleep(0.005)
+
+class FaultyDevice(ReferenceDevice):
+    def compile(self, forward, *, hidden=()):
+        program = super().compile(forward, hidden=hidden)
+        def run(batch, previous):
+            fail(batch)
+            return program(batch, previous)
+        return run
+
+class FaultyBackend:
+    name = "faulty"
+    contract = CONTRACT_VERSION
+    priority = 0
+    def probe(self):
+        return [DeviceInfo(name="glass", memory=1 << 30)]
+    def open(self, index, options):
+        return FaultyDevice()
+
+@hookimpl
+def polysilicon_backends():
+    return [FaultyBackend()]
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Name of a backend, for engine processes only, that fails on prompts with certain tokens and
+    takes 5 ms for a step: 101 RuntimeError, 102 SIGSEGV, 103 DeviceLost, 104 SIGKILL, 105 exit,
+    106 hangs, 107 takes 1.5 seconds."""
+    site = tmp_path / "site"
+    info = site / "faulty-1.0.dist-info"
+    info.mkdir(parents=True)
+    (site / "faulty_plugin.py").write_text(FAULTY)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[polysilicon]\nfaulty = faulty_plugin\n")
+    monkeypatch.setenv("PYTHONPATH", str(site))
+    monkeypatch.delenv("POLYSILICON_PLUGINS", raising=False)
+    return "faulty"

@@ -38,17 +38,16 @@ Result guarded(ErrorText* error, Result otherwise, const Body& body) {
   }
 }
 
-// One opened device. deterministic: results do not depend on what else is in the batch.
+// One opened device.
 struct Device {
   Context context;
-  bool deterministic;
   Buffer tokens;  // of the step, token_source resolved
   Queue queue;    // last, so that it stops before what its calls use goes away
 
   Device(const Kernels* kernels, int threads, const std::vector<int>& cpus, bool deterministic)
-      : context(kernels, threads, cpus),
-        deterministic(deterministic),
-        queue(cpus.empty() ? -1 : cpus.front()) {}
+      : context(kernels, threads, cpus), queue(cpus.empty() ? -1 : cpus.front()) {
+    context.deterministic = deterministic;
+  }
 
   // Runs the call after everything submitted before, waits for it, and throws what it threw.
   template <class Body>

@@ -28,7 +28,7 @@ PS_API Device* ps_device_open(const char* level, int threads, const int* cpus, b
                               ErrorText* error) {
   return guarded<Device*>(error, nullptr, [&] {
     const Kernels* kernels = find_level(level);
-    if (kernels == nullptr) throw Error(std::string("there is no level ") + level);
+    if (kernels == nullptr) throw Error(std::string("this processor has no level ") + level);
     const std::vector<int> places =
         cpus == nullptr ? std::vector<int>{} : std::vector<int>(cpus, cpus + threads);
     return new Device(kernels, threads, places, deterministic);

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <string>
 
+#include "attention_scratch.h"
 #include "levels/elementwise.h"
 
 namespace polysilicon {
@@ -19,50 +19,6 @@ constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 int padded(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
-
-// A thread's scratch memory, cut up.
-class Cutter {
- public:
-  explicit Cutter(std::uint8_t* memory) : memory_(memory) {}
-
-  template <class T>
-  T* take(std::size_t count) {
-    T* part = memory_ == nullptr ? nullptr : reinterpret_cast<T*>(memory_ + used_);
-    used_ += (count * sizeof(T) + 63) / 64 * 64;
-    return part;
-  }
-  std::size_t used() const { return used_; }
-
- private:
-  std::uint8_t* memory_;
-  std::size_t used_ = 0;
-};
-
-struct Scratch {
-  float* query;             // [Dh]
-  std::uint8_t* queries;    // packed tiles
-  float* scores;            // [kTileRows][kPart]
-  float* part_mixed;        // [kTileRows][width]
-  float* mixed;             // [rows][width]
-  float* largest;           // [rows]
-  float* total;             // [rows]
-  std::uint8_t* visible;    // [kTileRows][kPart]
-  std::uint8_t* gathered;   // units of pages below a unit
-  const std::uint8_t** pointers;  // keys, values, and the keys of the next part
-
-  Scratch(Cutter& cutter, int rows, int dim, int width, std::size_t gathered_bytes)
-      : query(cutter.take<float>(dim)),
-        queries(cutter.take<std::uint8_t>(static_cast<std::size_t>(padded(rows, kTileRows)) * dim *
-                                          sizeof(float))),
-        scores(cutter.take<float>(kTileRows * kPart)),
-        part_mixed(cutter.take<float>(static_cast<std::size_t>(kTileRows) * width)),
-        mixed(cutter.take<float>(static_cast<std::size_t>(rows) * width)),
-        largest(cutter.take<float>(rows)),
-        total(cutter.take<float>(rows)),
-        visible(cutter.take<std::uint8_t>(kTileRows * kPart)),
-        gathered(cutter.take<std::uint8_t>(gathered_bytes)),
-        pointers(cutter.take<const std::uint8_t*>(3 * kPartUnits)) {}
-};
 
 // Keys of consecutive units.
 struct Units {
@@ -87,7 +43,8 @@ class Attention {
         group_(parameters.heads / layout_.heads),
         dim_(padded(layout_.key.dim, 2)),
         width_(padded(layout_.value.dim, 16)),
-        result_floats_(width_ + 16) {}
+        result_floats_(width_ + 16),
+        int8_(layout_.key.storage == Storage::kI8 && layout_.value.storage == Storage::kI8) {}
 
   void store(const View& k, const View& v);
   void run();
@@ -99,6 +56,7 @@ class Attention {
                    const Units& next);
   bool mask(TilePart& tile, const AttentionPlan::Item& item, int row, int part,
             std::uint8_t* visible) const;
+  void widen(const Units& units, const Scratch& scratch) const;
   Units resolve(const AttentionPlan::Item& item, int part, const Scratch& scratch,
                 const std::uint8_t** keys, const std::uint8_t** values) const;
   void merge(int number, int thread);
@@ -118,7 +76,12 @@ class Attention {
   Scratch scratch(Cutter& cutter) const {
     const bool gathers = layout_.page_size < kUnit;
     return Scratch(cutter, plan_.item_tokens * group_, dim_, width_,
-                   gathers ? kPartUnits * pool_.unit_bytes() : 0);
+                   gathers ? kPartUnits * pool_.unit_bytes() : 0,
+                   int8_ ? kPartUnits * (widened_bytes(dim_) + widened_bytes(width_)) : 0);
+  }
+  // Of a unit's keys or values as pairs of bf16, with their scales.
+  static std::size_t widened_bytes(int columns) {
+    return sizeof(std::uint16_t) * kUnit * columns + sizeof(float) * kUnit;
   }
 
   Context& context_;
@@ -133,6 +96,7 @@ class Attention {
   float* out_;
   int group_, dim_, width_;
   std::size_t result_floats_;  // of a partial result: the mixed values, largest and total
+  bool int8_;
   float* partial_ = nullptr;
 };
 
@@ -231,6 +195,25 @@ Units Attention::resolve(const AttentionPlan::Item& item, int part, const Scratc
   return {keys + first, std::max(0, (high + kUnit - 1) / kUnit - first)};
 }
 
+// Replaces a part's units by their bf16.
+void Attention::widen(const Units& units, const Scratch& scratch) const {
+  const std::size_t unit_bytes = widened_bytes(dim_) + widened_bytes(width_);
+  const std::size_t first = units.keys - scratch.pointers;
+  for (std::size_t unit = first; unit < first + units.count; ++unit) {
+    std::uint8_t* into = scratch.widened + unit * unit_bytes;
+    const auto widen_plane = [&](const std::uint8_t*& codes, int rows, int columns) {
+      const int all = rows * columns / kUnit;
+      kernels_.widen(codes, rows, columns, into);
+      std::memcpy(into + widened_bytes(all) - sizeof(float) * kUnit, codes + scales_start(all),
+                  sizeof(float) * kUnit);
+      codes = into;
+      into += widened_bytes(all);
+    };
+    widen_plane(scratch.pointers[unit], dim_, kUnit);
+    widen_plane(scratch.pointers[kPartUnits + unit], kUnit, width_);
+  }
+}
+
 // Fills in what a tile whose first row is `row` sees of a part; false where that is nothing.
 bool Attention::mask(TilePart& tile, const AttentionPlan::Item& item, int row, int part,
                      std::uint8_t* visible) const {
@@ -292,6 +275,9 @@ void Attention::attend_part(const AttentionPlan::Item& item, int part, bool pair
   tile.values = scratch.pointers + kPartUnits;
   tile.next = next.keys;
   tile.next_units = next.count;
+  const int element = pairs ? sizeof(std::uint16_t) : 1;
+  if (layout_.key.storage == Storage::kI8) tile.key_scales = scales_start(dim_) * element;
+  if (layout_.value.storage == Storage::kI8) tile.value_scales = scales_start(width_) * element;
   if (prefetches(item)) {
     tile.key_bytes = static_cast<int>(pool_.key_bytes());
     tile.value_bytes = static_cast<int>(pool_.value_bytes());
@@ -333,10 +319,10 @@ void Attention::run_item(int number, int thread) {
   const AttentionPlan::Item& item = plan_.items[number];
   const Scratch scratch = scratch_of(thread);
   const int rows = item.count * group_;
+  const bool bf16 = layout_.key.storage == Storage::kBF16 &&
+                    layout_.value.storage == Storage::kBF16;
   const bool pairs = kernels_.pairs && !parameters_.exact &&
-                     (rows >= kPairRows || group_ >= kPairGroup) &&
-                     layout_.key.storage == Storage::kBF16 &&
-                     layout_.value.storage == Storage::kBF16;
+                     ((bf16 && group_ >= kPairGroup) || ((bf16 || int8_) && rows >= kPairRows));
   const bool whole = token_of(item, 0).partial < 0;
   const float softcap = parameters_.softcap;
   const float factor = softcap != 0 ? parameters_.scale / softcap : parameters_.scale * kLog2E;
@@ -364,7 +350,9 @@ void Attention::run_item(int number, int thread) {
     std::memset(scratch.mixed, 0, sizeof(float) * rows * width_);
   }
   for (int part = item.first_part; part < item.last_part; ++part) {
-    resolve(item, part, scratch, scratch.pointers, scratch.pointers + kPartUnits);
+    const Units units =
+        resolve(item, part, scratch, scratch.pointers, scratch.pointers + kPartUnits);
+    if (pairs && int8_) widen(units, scratch);
     Units next;
     if (prefetches(item)) {
       const std::uint8_t** keys = scratch.pointers + 2 * kPartUnits;
@@ -417,48 +405,6 @@ void Attention::finish_row(int token, int head, float largest, float total,
 }
 
 }  // namespace
-
-void check_batch(const KVPool& pool, const BatchView& batch) {
-  const KVLayout& layout = pool.layout();
-  if (layout.group >= batch.group_count) throw Error("the batch has no KV group of this pool");
-  const GroupView& tables = batch.groups[layout.group];
-  const int tokens = batch.query_start[batch.sequence_count];
-  if (batch.query_start[0] != 0 || tokens > batch.token_count) {
-    throw Error("query_start must rise from 0 to at most the number of tokens");
-  }
-  const std::int64_t slots = static_cast<std::int64_t>(pool.pages()) * layout.page_size;
-  for (int token = 0; token < tokens; ++token) {
-    if (tables.slots[token] < 0 || tables.slots[token] >= slots) {
-      throw Error("slots must lie in 0.." + std::to_string(slots - 1) + ", got " +
-                  std::to_string(tables.slots[token]));
-    }
-  }
-  for (int s = 0; s < batch.sequence_count; ++s) {
-    const int count = batch.query_start[s + 1] - batch.query_start[s];
-    const int context = batch.context_len[s];
-    const std::string which = "sequence " + std::to_string(s);
-    if (count < 0) throw Error("query_start must not fall, as it does at " + which);
-    if (context < count) {
-      throw Error(which + " has " + std::to_string(count) + " tokens in a context of " +
-                  std::to_string(context));
-    }
-    const int pages = (context + layout.page_size - 1) / layout.page_size;
-    if (pages > tables.width) {
-      throw Error("the page table of " + which + " ends before its context does");
-    }
-    const std::int32_t* table = tables.page_table + static_cast<std::size_t>(s) * tables.width;
-    for (int page = 0; page < pages; ++page) {
-      if (table[page] < 0 || table[page] >= pool.pages()) {
-        throw Error("pages of " + which + " must lie in 0.." + std::to_string(pool.pages() - 1) +
-                    ", got " + std::to_string(table[page]));
-      }
-    }
-    if (batch.tree_mask != nullptr && batch.tree_width < count) {
-      throw Error("the tree mask has " + std::to_string(batch.tree_width) + " columns for " +
-                  std::to_string(count) + " tokens");
-    }
-  }
-}
 
 void attention(Context& context, KVPool& pool, int layer, const View& q, const View& k,
                const View& v, const BatchView& batch, const AttentionParameters& parameters,

@@ -20,6 +20,7 @@ enum class Workspace { kProducts, kMoe, kLora, kAttention, kSampling, kCount };
 struct Context {
   const Kernels* kernels = nullptr;
   int threads = 1;
+  bool deterministic = true;  // results do not depend on what else is in the batch
 
   // cpus: where each thread is pinned, the caller's first; empty where none is. The caller pins
   // itself.

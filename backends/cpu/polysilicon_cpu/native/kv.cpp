@@ -1,43 +1,25 @@
 #include "kv.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
 namespace polysilicon {
 namespace {
 
-int element_bytes(Storage storage) { return storage == Storage::kF32 ? 4 : 2; }
+int element_bytes(Storage storage) {
+  return storage == Storage::kF32 ? 4 : storage == Storage::kI8 ? 1 : 2;
+}
 
 int even(int dim) { return (dim + 1) / 2 * 2; }
 
 int whole_vectors(int dim) { return (dim + 15) / 16 * 16; }
 
-std::size_t whole_lines(std::size_t bytes) { return (bytes + 63) / 64 * 64; }
-
-// Elements of a unit's keys or values, by their number within it.
-int key_element(const KVPlane& plane, int offset, int d) {
-  if (plane.storage != Storage::kBF16) return d * kUnit + offset;
-  return (d / 2 * kUnit + offset) * 2 + d % 2;
-}
-
-int value_element(const KVPlane& plane, int offset, int d) {
-  const int width = whole_vectors(plane.dim);
-  if (plane.storage != Storage::kBF16) return offset * width + d;
-  return (offset / 2 * width + d) * 2 + offset % 2;
-}
-
-// Calls body(element of the unit, d) for a slot's elements.
-template <class Body>
-void each_element(const KVPlane& plane, bool key, int offset, const Body& body) {
-  for (int d = 0; d < plane.dim; ++d) {
-    body(key ? key_element(plane, offset, d) : value_element(plane, offset, d), d);
-  }
-}
-
-void move_element(void* to, int to_index, const void* from, int from_index, int bytes) {
-  std::memcpy(static_cast<std::uint8_t*>(to) + static_cast<std::size_t>(to_index) * bytes,
-              static_cast<const std::uint8_t*>(from) + static_cast<std::size_t>(from_index) * bytes,
-              static_cast<std::size_t>(bytes));
+// Bytes of a unit's keys or values, scales included.
+std::size_t field_bytes(const KVPlane& plane, int columns) {
+  std::size_t bytes = static_cast<std::size_t>(columns) * kUnit * element_bytes(plane.storage);
+  if (plane.storage == Storage::kI8) bytes += sizeof(float) * kUnit;
+  return (bytes + 63) / 64 * 64;
 }
 
 void check_layout(const KVLayout& layout, int pages) {
@@ -49,8 +31,8 @@ void check_layout(const KVLayout& layout, int pages) {
     throw Error("a KV page has 1, 2, 4, 8 or a multiple of 16 slots, not " +
                 std::to_string(layout.page_size));
   }
-  if (layout.key.dim > 1024 || layout.value.dim > 1024) {
-    throw Error("KV heads have at most 1024 dimensions");
+  if (layout.key.dim > kMaxDim || layout.value.dim > kMaxDim) {
+    throw Error("KV heads have at most " + std::to_string(kMaxDim) + " dimensions");
   }
 }
 
@@ -59,12 +41,44 @@ void check_layout(const KVLayout& layout, int pages) {
 KVPool::KVPool(const KVLayout& layout, int pages) : layout_(layout), pages_(pages) {
   check_layout(layout, pages);
   units_per_page_ = layout.page_size < kUnit ? 1 : layout.page_size / kUnit;
-  key_bytes_ = whole_lines(static_cast<std::size_t>(even(layout.key.dim)) * kUnit *
-                           element_bytes(layout.key.storage));
-  value_bytes_ = whole_lines(static_cast<std::size_t>(whole_vectors(layout.value.dim)) * kUnit *
-                             element_bytes(layout.value.storage));
+  key_bytes_ = field_bytes(layout.key, even(layout.key.dim));
+  value_bytes_ = field_bytes(layout.value, whole_vectors(layout.value.dim));
+  add_fields(layout.key, true);
+  add_fields(layout.value, false);
+  std::stable_partition(fields_.begin(), fields_.end(),
+                        [](const Field& field) { return !field.scale; });
   memory_ = Buffer(static_cast<std::size_t>(layout.layers) * pages * layout.heads *
                    units_per_page_ * unit_bytes());
+}
+
+void KVPool::add_fields(const KVPlane& plane, bool key) {
+  const bool pairs = plane.storage == Storage::kBF16;
+  const std::size_t start = key ? 0 : key_bytes_;
+  if (key) {
+    const auto order = pairs ? Field::Order::kDimensionPairs : Field::Order::kDimensions;
+    fields_.push_back({order, false, start, plane.dim, element_bytes(plane.storage), 0});
+  } else {
+    const auto order = pairs ? Field::Order::kSlotPairs : Field::Order::kSlots;
+    fields_.push_back({order, false, start, plane.dim, element_bytes(plane.storage),
+                       whole_vectors(plane.dim)});
+  }
+  if (plane.storage == Storage::kI8) {
+    const int columns = key ? even(plane.dim) : whole_vectors(plane.dim);
+    fields_.push_back({Field::Order::kDimensions, true,
+                       start + static_cast<std::size_t>(scales_start(columns)), 1, sizeof(float),
+                       0});
+  }
+}
+
+std::size_t KVPool::Field::place(int offset, int d) const {
+  int element = 0;
+  switch (order) {
+    case Order::kDimensions: element = d * kUnit + offset; break;
+    case Order::kDimensionPairs: element = (d / 2 * kUnit + offset) * 2 + d % 2; break;
+    case Order::kSlots: element = offset * width + d; break;
+    case Order::kSlotPairs: element = (offset / 2 * width + d) * 2 + offset % 2; break;
+  }
+  return start + static_cast<std::size_t>(element) * bytes;
 }
 
 void KVPool::gather(int layer, int page, int head, int slot, std::uint8_t* unit) const {
@@ -75,14 +89,11 @@ void KVPool::gather(int layer, int page, int head, int slot, std::uint8_t* unit)
 // Copies one slot's elements between units.
 void KVPool::move_slot(const std::uint8_t* from, int from_offset, std::uint8_t* to,
                        int to_offset) const {
-  for (const bool key : {true, false}) {
-    const KVPlane& plane = key ? layout_.key : layout_.value;
-    const int bytes = element_bytes(plane.storage);
-    const std::size_t start = key ? 0 : key_bytes_;
-    each_element(plane, key, from_offset, [&](int element, int d) {
-      const int other = key ? key_element(plane, to_offset, d) : value_element(plane, to_offset, d);
-      move_element(to + start, other, from + start, element, bytes);
-    });
+  for (const Field& field : fields_) {
+    for (int d = 0; d < field.dim; ++d) {
+      std::memcpy(to + field.place(to_offset, d), from + field.place(from_offset, d),
+                  static_cast<std::size_t>(field.bytes));
+    }
   }
 }
 
@@ -105,44 +116,32 @@ void KVPool::copy(Context& context, const std::int32_t* source, const std::int32
   });
 }
 
-std::size_t KVPool::block_bytes() const {
-  const int block = layout_.page_size < kUnit ? layout_.page_size : kUnit;
-  const std::size_t token =
-      static_cast<std::size_t>(layout_.key.dim) * element_bytes(layout_.key.storage) +
-      static_cast<std::size_t>(layout_.value.dim) * element_bytes(layout_.value.storage);
-  return token * layout_.heads * block * layout_.layers;
-}
-
 template <bool kReading, class Bytes>
 void KVPool::transfer(Context& context, int page, Bytes* bytes, std::size_t stride) const {
   if (page < 0 || page >= pages_) {
     throw Error("KV pages must lie in 0.." + std::to_string(pages_ - 1));
   }
   const int block = layout_.page_size < kUnit ? layout_.page_size : kUnit;
-  const auto plane_bytes = [&](const KVPlane& plane) {
-    return static_cast<std::size_t>(layout_.heads) * block * plane.dim *
-           element_bytes(plane.storage);
-  };
-  const std::size_t layer_bytes = plane_bytes(layout_.key) + plane_bytes(layout_.value);
+  std::size_t layer_bytes = 0;
+  for (const Field& field : fields_) {
+    layer_bytes += static_cast<std::size_t>(layout_.heads) * block * field.dim * field.bytes;
+  }
   context.parallel(layout_.layers, [&](int layer, int) {
-    for (int head = 0; head < layout_.heads; ++head) {
-      for (int index = 0; index < units_per_page_; ++index) {
-        std::uint8_t* unit = this->page(layer, page, head) + index * unit_bytes();
-        for (const bool key : {true, false}) {
-          const KVPlane& plane = key ? layout_.key : layout_.value;
-          const int size = element_bytes(plane.storage);
-          std::uint8_t* own = unit + (key ? 0 : key_bytes_);
-          Bytes* canonical = bytes + index * stride + layer * layer_bytes +
-                             (key ? 0 : plane_bytes(layout_.key));
+    for (int index = 0; index < units_per_page_; ++index) {
+      Bytes* canonical = bytes + index * stride + layer * layer_bytes;
+      for (const Field& field : fields_) {
+        for (int head = 0; head < layout_.heads; ++head) {
+          std::uint8_t* unit = this->page(layer, page, head) + index * unit_bytes();
           for (int slot = 0; slot < block; ++slot) {
-            const int row = (head * block + slot) * plane.dim;
-            each_element(plane, key, slot, [&](int element, int d) {
+            for (int d = 0; d < field.dim; ++d, canonical += field.bytes) {
+              std::uint8_t* own = unit + field.place(slot, d);
+              const std::size_t size = static_cast<std::size_t>(field.bytes);
               if constexpr (kReading) {
-                move_element(canonical, row + d, own, element, size);
+                std::memcpy(canonical, own, size);
               } else {
-                move_element(own, element, canonical, row + d, size);
+                std::memcpy(own, canonical, size);
               }
-            });
+            }
           }
         }
       }

@@ -3,18 +3,20 @@
 // A unit is 16 consecutive slots of one key head of one layer. Its keys stand dimension by
 // dimension, so that 16 scores are computed side by side, and its values slot by slot:
 //
-//   keys, f32 and f16    [dim][16]
-//   keys, bf16           [dim / 2][16][2], pairs of dimensions for dot products of two
-//   values, f32 and f16  [16][width]
-//   values, bf16         [8][width][2], pairs of slots
+//   keys, bf16    [dim / 2][16][2], pairs of dimensions for dot products of two
+//   keys, else    [dim][16]
+//   values, bf16  [8][width][2], pairs of slots
+//   values, else  [16][width]
 //
-// with `dim` rounded up to an even number and `width` to a multiple of 16. Both of a unit stand
-// together, a page's units of one head in a row: [layer][page][head][unit]{keys, values}. Pages of
-// fewer than 16 slots have a unit each that is filled in part.
+// with `dim` rounded up to an even number and `width` to a multiple of 16. Behind int8 keys and values
+// stand the scales of their slots, float [16]. Both of a unit stand together, a page's units of one
+// head in a row: [layer][page][head][unit]{keys, values}. Pages of fewer than 16 slots have a unit each
+// that is filled in part.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "attention_plan.h"
 #include "buffer.h"
@@ -71,14 +73,30 @@ class KVPool {
   void copy(Context& context, const std::int32_t* source, const std::int32_t* target, int count);
 
   // A page's data without headers, [block][layer][plane][head][slot][dim], where blocks are 16
-  // slots or a whole page of fewer; `stride` bytes lie between blocks.
+  // slots or a whole page of fewer, and the planes keys, values and the scales of the int8 ones;
+  // `stride` bytes lie between blocks.
   void read(Context& context, int page, std::uint8_t* into, std::size_t stride) const;
   void write(Context& context, int page, const std::uint8_t* from, std::size_t stride);
-  std::size_t block_bytes() const;  // of the data of one block
 
   AttentionPlan plan;  // of the op that runs; kept for its memory
 
  private:
+  // A part of a unit: what it holds of each slot.
+  struct Field {
+    enum class Order { kDimensions, kDimensionPairs, kSlots, kSlotPairs };
+
+    Order order;
+    bool scale;
+    std::size_t start;  // in the unit
+    int dim;            // elements of a slot
+    int bytes;          // of an element
+    int width;
+
+    std::size_t place(int offset, int d) const;  // in the unit
+  };
+
+  void add_fields(const KVPlane& plane, bool key);
+
   template <bool kReading, class Bytes>
   void transfer(Context& context, int page, Bytes* bytes, std::size_t stride) const;
 
@@ -88,6 +106,7 @@ class KVPool {
   int pages_;
   int units_per_page_;
   std::size_t key_bytes_, value_bytes_;
+  std::vector<Field> fields_;  // in the order of the canonical planes
   Buffer memory_;
 };
 

@@ -4,6 +4,10 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
@@ -27,6 +31,9 @@ extern const Kernels kernels;
 namespace avx512 {
 extern const Kernels kernels;
 }
+namespace amx {
+extern const Kernels kernels;
+}
 #elif defined(__aarch64__)
 namespace neon {
 extern const Kernels kernels;
@@ -47,7 +54,7 @@ bool always() { return true; }
 
 // Registers of CPUID's leaf 7 and what the operating system saves of the vector registers.
 struct Processor {
-  unsigned leaf1_ecx = 0, leaf7_ebx = 0, leaf7_ecx = 0, leaf7_1_eax = 0;
+  unsigned leaf1_ecx = 0, leaf7_ebx = 0, leaf7_ecx = 0, leaf7_edx = 0, leaf7_1_eax = 0;
   unsigned long long saved = 0;
 
   Processor() {
@@ -56,6 +63,7 @@ struct Processor {
     if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) {
       leaf7_ebx = ebx;
       leaf7_ecx = ecx;
+      leaf7_edx = edx;
       if (eax >= 1 && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx)) leaf7_1_eax = eax;
     }
     if (leaf1_ecx & (1u << 27)) {
@@ -87,6 +95,31 @@ bool has_avx512() {
          all(processor.leaf7_ebx, {16, 17, 30, 31}) && all(processor.leaf7_ecx, {1, 11}) &&
          all(processor.leaf7_1_eax, {5});
 }
+
+#ifdef PS_AMX_EMULATION
+
+bool has_amx() { return has_avx512(); }
+
+#else
+
+// Linux gives a process the tiles' registers when it asks for them.
+bool may_use_tiles() {
+#ifdef __linux__
+  constexpr long kRequest = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;     // XFEATURE_XTILE_DATA
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+bool has_amx() {
+  const Processor processor;
+  return has_avx512() && (processor.saved & 0x60000) == 0x60000 &&
+         all(processor.leaf7_edx, {22, 24}) && may_use_tiles();
+}
+
+#endif
 
 #elif defined(__aarch64__)
 
@@ -121,6 +154,7 @@ bool has_i8mm() { return false; }
 
 const Level kLevels[] = {
 #ifdef __x86_64__
+    {&amx::kernels, has_amx},
     {&avx512::kernels, has_avx512},
     {&avxvnni::kernels, has_avxvnni},
     {&avx2::kernels, has_avx2},
@@ -135,7 +169,7 @@ const int kLevelCount = sizeof(kLevels) / sizeof(kLevels[0]);
 
 const Kernels* find_level(std::string_view name) {
   for (const Level& level : kLevels) {
-    if (name == level.kernels->name) return level.kernels;
+    if (name == level.kernels->name && level.supported()) return level.kernels;
   }
   return nullptr;
 }

@@ -197,7 +197,7 @@ int index_of(std::vector<float>& values, float value) {
 }
 
 Segment plan_segment(Weight& weight, const PartDescription& part, Activations activations,
-                     const ProductKernels& kernels) {
+                     const ProductKernels& kernels, bool by_row_count) {
   Segment segment{};
   segment.rows = part.row_end - part.row_begin;
   segment.blocks = divide_up(segment.rows, kLanes);
@@ -231,6 +231,9 @@ Segment plan_segment(Weight& weight, const PartDescription& part, Activations ac
     segment.tile_bytes = 32 * 64;
   }
   segment.product = product_of(segment, activations, kernels);
+  segment.by_row_count =
+      by_row_count && (segment.product == Product::kBfloat16 ||
+                       (segment.product == Product::kInt8 && activations == Activations::kAuto));
   if (segment.product == Product::kInt8) {
     segment.correction =
         index_of(weight.int8_corrections, static_cast<float>(-segment.offset));
@@ -247,7 +250,8 @@ Segment plan_segment(Weight& weight, const PartDescription& part, Activations ac
 int plan_record_part(const Weight& weight, Product product, int value_bytes,
                      const std::vector<float>& corrections, int at, RecordPart& part) {
   for (const Segment& segment : weight.segments) {
-    if (segment.product != product) continue;
+    const bool too = product == Product::kBfloat16 && segment.by_row_count;
+    if (segment.product != product && !too) continue;
     part.used = true;
     (segment.halves ? part.halves : part.whole) = true;
   }
@@ -423,7 +427,9 @@ Weight* weight_create(Context& context, const PartDescription* parts, int count,
   weight->experts = parts[0].experts;
   weight->orders.emplace_back();
   for (int i = 0; i < count; ++i) {
-    Segment segment = plan_segment(*weight, parts[i], activations, *context.kernels->products);
+    const ProductKernels& kernels = *context.kernels->products;
+    Segment segment = plan_segment(*weight, parts[i], activations, kernels,
+                                   kernels.by_row_count && !context.deterministic);
     segment.data_at = weight->expert_bytes;
     weight->expert_bytes += segment.blocks * segment.block_bytes;
     weight->outputs += segment.rows;

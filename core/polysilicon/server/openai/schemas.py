@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -69,9 +69,9 @@ class EmbeddingBody(Body):
 
     model: str | None = None
     input: str | list[str] | Ids | list[Ids] = Field(union_mode="left_to_right")
-    encoding_format: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int | None = None
-    pooling: str | None = None
+    pooling: Literal["mean", "last"] | None = None
     normalize: bool = True
     add_special_tokens: bool = True
     truncate_prompt_tokens: Int | None = None

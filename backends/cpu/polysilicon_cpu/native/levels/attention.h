@@ -9,11 +9,15 @@
 
 namespace polysilicon {
 
-enum class Storage : int { kF32, kF16, kBF16 };
+enum class Storage : int { kF32, kF16, kBF16, kI8 };
 
 constexpr int kUnit = 16;  // slots
 constexpr int kPart = 256;  // keys
 constexpr int kPartUnits = kPart / kUnit;
+
+// Where the scales of a unit's slots stand, behind int8 keys of `columns` dimensions (rounded up to
+// an even number) or values of that width.
+constexpr int scales_start(int columns) { return columns * kUnit; }
 
 // A tile against a part. Places of keys are relative to the part's start.
 struct TilePart {
@@ -25,6 +29,8 @@ struct TilePart {
   bool pairs;           // products of bf16 pairs, where packed so
   const std::uint8_t* const* keys;    // the part's units
   const std::uint8_t* const* values;
+  // Where in a unit's keys and values 16 floats stand that they are to be multiplied by; 0 for none.
+  int key_scales, value_scales;
   // To prefetch: bytes of a unit's keys and values, 0 where they are in the cache already, and the
   // keys that will be read after this part.
   int key_bytes, value_bytes;
@@ -61,11 +67,15 @@ struct AttentionKernels {
   void (*store_key)(Storage storage, const float* key, int dim, int offset, void* unit);
   void (*store_value)(Storage storage, const float* value, int dim, int width, int offset,
                       void* unit);
+  // Codes [rows][columns], `rows` even, as bf16 [rows / 2][columns][2]: an int8 unit's keys
+  // [dim][16] or values [16][width] in the order for products of pairs. Null without these.
+  void (*widen)(const std::uint8_t* codes, int rows, int columns, void* pairs);
   // Cosines and sines, times scale, of position * frequency.
   void (*angles)(const double* frequencies, int pairs, float scale, int position, float* cosine,
                  float* sine);
 };
 
 constexpr int kTileRows = 12;
+constexpr int kMaxDim = 1024;  // of a head
 
 }  // namespace polysilicon

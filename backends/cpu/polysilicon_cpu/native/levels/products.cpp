@@ -35,7 +35,7 @@ void multiply(const Segment& segment, const std::uint8_t* data, const RecordLayo
 
 extern const ProductKernels product_kernels;
 const ProductKernels product_kernels = {
-    kInt8, kBfloat16, bfloat16_raise, prepare, scratch_bytes, multiply, dots,
+    kInt8, kBfloat16, false, bfloat16_raise, prepare, scratch_bytes, multiply, dots,
 };
 
 }  // namespace polysilicon::PS_LEVEL

@@ -35,6 +35,9 @@ struct Segment {
   int bits;
   int offset;
   bool halves;  // whether the two halves of a tile differ in scale
+  // Whether many rows may be multiplied from bfloat16 inputs in an order of their own, so that a
+  // row's result depends on the number of rows.
+  bool by_row_count;
   int tiles;    // ceil(inputs / 32)
   int rows;     // outputs
   int blocks;   // ceil(rows / 16)
@@ -70,6 +73,7 @@ struct RecordLayout {
 
 struct ProductKernels {
   bool int8, bfloat16;  // whether there are kernels for these; else float32 ones serve
+  bool by_row_count;    // whether there are kernels for many rows of such segments
   // How far codes are raised in bfloat16 products: their corrections start from this offset.
   int (*bfloat16_raise)(Codes codes, int bits);
   // Rounds a row of inputs; order: where each stored column's input stands, or null.

@@ -210,7 +210,7 @@ void tile_values(const Segment& segment, const std::uint8_t* tile, const float* 
   }
 }
 
-void prepare_float32(const RecordLayout& layout, const float* x, const std::int32_t* order,
+[[maybe_unused]] void prepare_float32(const RecordLayout& layout, const float* x, const std::int32_t* order,
                      std::uint8_t* record) {
   float* values = reinterpret_cast<float*>(record + layout.float32.values_at);
   if (order == nullptr) {
@@ -258,9 +258,11 @@ void panel_float32(const float* panel, int inputs, const float* x, std::ptrdiff_
   }
 }
 
-void multiply_float32(const Segment& segment, const std::uint8_t* data, const RecordLayout& layout,
-                      const std::uint8_t* records, int rows, int first, int last, float* out,
-                      std::ptrdiff_t stride, const float* bias, std::uint8_t* scratch) {
+[[maybe_unused]] void multiply_float32(const Segment& segment, const std::uint8_t* data,
+                                       const RecordLayout& layout, const std::uint8_t* records,
+                                       int rows, int first, int last, float* out,
+                                       std::ptrdiff_t stride, const float* bias,
+                                       std::uint8_t* scratch) {
   float* scale_scratch = reinterpret_cast<float*>(scratch);
   float* panel = reinterpret_cast<float*>(scratch + segment.tiles * 2 * kScaleBytes);
   const int scale_step = segment.halves ? 2 * kLanes : kLanes;

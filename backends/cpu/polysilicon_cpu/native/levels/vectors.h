@@ -146,6 +146,18 @@ template <class Vector>
 #endif
 }
 
+[[maybe_unused]] inline Floats load_i8(const std::int8_t* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  Floats x;
+  for (int i = 0; i < kWidth; ++i) x[i] = from[i];
+  return x;
+#endif
+}
+
 [[maybe_unused]] inline std::uint16_t to_bf16(float x) {
   const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>(bits >> 16 | 0x40);
