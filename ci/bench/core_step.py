@@ -14,9 +14,9 @@ import numpy as np
 
 from polysilicon.engine.batching import SequenceSampling, build_step
 from polysilicon.kv.manager import GroupSpec, KVManager
+from polysilicon.policies import Claim
 from polysilicon.request import SamplingParams
 from polysilicon.sampling.rows import SequenceSampler
-from polysilicon.policies import Claim
 from polysilicon.scheduler import Scheduler, Sequence
 
 

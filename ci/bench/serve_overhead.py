@@ -53,9 +53,9 @@ def serving(model: str, engine: list[str]) -> Iterator[str]:
 
 def call(*arguments: str) -> dict[str, Any]:
     """The JSON of a polysilicon command."""
-    done = subprocess.run(
-        [*POLYSILICON, *arguments, "--json"], stdout=subprocess.PIPE, text=True, check=True
-    )
+    done = subprocess.run([*POLYSILICON, *arguments, "--json"], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
     figures: dict[str, Any] = json.loads(done.stdout)
     return figures
 

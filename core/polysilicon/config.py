@@ -94,6 +94,11 @@ class Config(BaseModel):
     block_plugins: tuple[str, ...] = Field(
         default=(), description="Plugin not to load; may be repeated."
     )
+    activations: Literal["auto", "int8", "bf16", "f32"] | None = Field(
+        default=None,
+        description="What a product's inputs are rounded to, where the backend has a choice: "
+        "int8, bf16, f32, or auto, the fastest that keeps the outputs close.",
+    )
     kv_dtype: str | None = Field(
         default=None, description="KV cache dtype: f32, f16, bf16 or int8."
     )

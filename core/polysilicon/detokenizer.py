@@ -16,7 +16,8 @@ class IncrementalDetokenizer:
 
     The pieces of `push` and the last of `flush` joined are what `Tokenizer.decode` gives for all
     the tokens. With `prompt_ids` they continue that prompt: what decoding prompt and tokens
-    together gives, less the prompt's own text.
+    together gives, less the prompt's own text. With `exact` they are the text of the tokens' bytes,
+    whatever came before, and no leading space is taken away.
     """
 
     def __init__(
@@ -25,13 +26,14 @@ class IncrementalDetokenizer:
         *,
         skip_special: bool = True,
         prompt_ids: Sequence[int] = (),
+        exact: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._hidden = tokenizer.special_ids if skip_special else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip_space = tokenizer.strip_leading_space
+        self._strip_space = tokenizer.strip_leading_space and not exact
         context = b""
-        for token_id in reversed(prompt_ids):
+        for token_id in reversed(() if exact else prompt_ids):
             if len(context) >= _LONGEST_CHARACTER:
                 break
             if token_id not in self._hidden:

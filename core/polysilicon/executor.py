@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from polysilicon.backend import AdapterWeights, PendingTokens, Unavailable
-from polysilicon.batch import Batch, Int32, SamplingBatch
+from polysilicon.batch import Batch, Float32, Int32, SamplingBatch
 
 SlotCopies = Sequence[tuple[int, Int32, Int32]]
 """(group, source slots, target slots), int32 `[n]` each; slot = page * page_size + offset."""
@@ -55,6 +55,21 @@ class Executor(Protocol):
     def clear_adapter(self, slot: int) -> None: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class EmbeddingExecutor(Protocol):
+    """An `Executor` that gives hidden states too, and so serves embeddings."""
+
+    def embed(
+        self,
+        batch: Batch,
+        sampling: SamplingBatch,
+        copies: SlotCopies,
+        previous: PendingTokens | None,
+    ) -> tuple[PendingTokens, Float32]:
+        """As `Executor.step`; waits for the batch's hidden states behind the last norm, float32
+        `[T, D]`."""
 
 
 class WholeModelExecutor(Executor, Protocol):

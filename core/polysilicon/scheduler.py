@@ -52,6 +52,7 @@ class Sequence:
         "_tokens",
         "adapter_slot",
         "claim",
+        "computes_all",
         "end_rule",
         "finish_reason",
         "kv",
@@ -81,8 +82,10 @@ class Sequence:
         root: bytes = b"",
         adapter_slot: int = 0,
         scores_prompt: bool = False,
+        computes_all: bool = False,
         leader: Sequence | None = None,
     ) -> None:
+        """computes_all: no token of the prompt comes from the prefix cache."""
         self._tokens: Int32 = np.fromiter(prompt, np.int32)
         self.num_prompt = self.num_tokens = len(self._tokens)
         self.num_computed = 0
@@ -98,6 +101,7 @@ class Sequence:
         self.root = root
         self.adapter_slot = adapter_slot
         self.scores_prompt = scores_prompt
+        self.computes_all = computes_all or scores_prompt
         self.leader = leader
         self.kv: SequenceKV | None = None
         self.pending_copies: tuple[SlotCopy, ...] = ()
@@ -362,7 +366,7 @@ class Scheduler:
                 return
             if self.running and not self._has_room():
                 return
-            kv = self.kv.open(sequence.tokens, sequence.root, reuse=not sequence.scores_prompt)
+            kv = self.kv.open(sequence.tokens, sequence.root, reuse=not sequence.computes_all)
             if kv is None:
                 return
             heapq.heappop(self.waiting)

@@ -172,6 +172,7 @@ ABOVE = {
     "batch": {"kv", "scheduler", "engine", "server", "cli", "commands", "models", "reference"},
     "engine": {"server", "cli", "commands", "reference"},
     "server": {"cli", "commands", "reference", "kv", "scheduler"},
+    "bench": {"server", "cli", "commands", "reference", "kv", "scheduler"},
 }
 
 

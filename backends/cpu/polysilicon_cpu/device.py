@@ -31,6 +31,9 @@ from polysilicon_cpu.recording import Recording
 from polysilicon_cpu.sampling import CPUPendingTokens, sample
 from polysilicon_cpu.trace import RecordingOps
 
+_SMALL = 4 << 20
+"""Bytes so few that asking the system how many are free takes longer than placing them."""
+
 _COMPUTE = {"auto": "int8", "int8": "int8", "bf16": "bf16", "f32": "f32"}
 
 
@@ -49,8 +52,9 @@ class CPUDevice(Device):
             )
         error = library.ErrorText()
         pointer = library.load().ps_device_open(
-            self.level.encode(), self.threads, cpus, options.deterministic, ctypes.byref(error)
-        )
+            self.level.encode(), self.threads, cpus, options.deterministic, ctypes.byref(error),
+            _interleaved(placement.nodes(places)),
+        )  # fmt: skip
         if not pointer:
             library.raise_error(error)
         self._pointer: int | None = pointer
@@ -167,8 +171,15 @@ class CPUDevice(Device):
                 handle.finalizer()
 
 
+def _interleaved(nodes: Sequence[int]) -> int:
+    """The NUMA nodes among which memory is spread, as bits: none where there is one."""
+    return sum(1 << node for node in nodes if node < 64) if len(nodes) > 1 else 0
+
+
 def _check_fits(what: str, size: int) -> None:
     """The system gives address space for more than there is, and ends the process on use."""
+    if size < _SMALL:
+        return
     free = processor.free_memory()
     if size > free:
         raise OutOfMemory(f"{size:,} bytes of {what} do not fit in the {free:,} that are free")

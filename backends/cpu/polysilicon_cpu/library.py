@@ -204,7 +204,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "ps_levels": (None, (c_char_p, c_int)),
     "ps_level_supported": (c_bool, (c_char_p,)),
     "ps_self_test": (c_int, (c_char_p,)),
-    "ps_device_open": (c_void_p, (c_char_p, c_int, c_void_p, c_bool, _ERROR)),
+    "ps_device_open": (c_void_p, (c_char_p, c_int, c_void_p, c_bool, _ERROR, c_uint64)),
     "ps_device_close": (None, (c_void_p,)),
     "ps_device_workspace": (c_size_t, (c_void_p,)),
     "ps_done": (c_bool, (c_void_p, c_uint64)),

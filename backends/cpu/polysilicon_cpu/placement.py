@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 ROOT = Path("/")
+_NODES = Path("sys/devices/system/node")
 
 
 def places(root: Path = ROOT, allowed: Collection[int] | None = None) -> tuple[int, ...]:
@@ -24,6 +25,16 @@ def places(root: Path = ROOT, allowed: Collection[int] | None = None) -> tuple[i
             chosen.append(processor)
             seen |= _siblings(root, processor)
     return tuple(chosen)
+
+
+def nodes(chosen: Collection[int], root: Path = ROOT) -> tuple[int, ...]:
+    """The NUMA nodes whose processors are among those chosen: where memory is near to one of them.
+    Empty where the system tells of no nodes."""
+    return tuple(
+        node
+        for node in _online_nodes(root)
+        if not _parse_list(_read(root / _NODES / f"node{node}/cpulist") or "").isdisjoint(chosen)
+    )
 
 
 def quota(root: Path = ROOT) -> float | None:
@@ -44,12 +55,14 @@ def default_threads(chosen: Collection[int], root: Path = ROOT) -> int:
 
 def details(chosen: Collection[int], root: Path = ROOT) -> Mapping[str, str]:
     """What `polysilicon backends` prints."""
-    limit, nodes = quota(root), _numa_nodes(root)
+    limit, online, used = quota(root), _online_nodes(root), nodes(chosen, root)
     text = {"threads": f"{default_threads(chosen, root)} threads, {len(chosen)} cores"}
     if limit is not None:
         text["quota"] = f"quota of {limit:g} cores"
-    if nodes > 1:
-        text["numa"] = f"{nodes} NUMA nodes"
+    if len(used) > 1:
+        text["numa"] = f"memory spread over {len(used)} NUMA nodes"
+    elif used and len(online) > 1:
+        text["numa"] = f"on NUMA node {used[0]} of {len(online)}"
     return text
 
 
@@ -106,8 +119,8 @@ def _quota_v1(path: Path) -> float | None:
     return int(time) / int(period) if int(period) else None
 
 
-def _numa_nodes(root: Path) -> int:
-    return len(_parse_list(_read(root / "sys/devices/system/node/online") or ""))
+def _online_nodes(root: Path) -> list[int]:
+    return sorted(_parse_list(_read(root / _NODES / "online") or ""))
 
 
 def _read(path: Path) -> str | None:

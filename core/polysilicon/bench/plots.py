@@ -103,9 +103,15 @@ def timelines(result: Result) -> bytes:
     def requests(axes: Axes) -> None:
         steps = concurrency(completed)
         times, counts = [at for at, _ in steps], [count for _, count in steps]
-        axes.step(times, counts, where="post", label="under way")
-        for record in failed:
-            axes.axvline(record.sent - start, color="tab:red", alpha=0.4, linewidth=0.8)
+        axes.step(times, counts, where="post")
+        axes.vlines(
+            [record.sent - start for record in failed],
+            *(0, 1),
+            transform=axes.get_xaxis_transform(),
+            color="tab:red",
+            linewidth=0.8,
+            rasterized=True,
+        )
         axes.set_ylabel("requests")
 
     def scatter(values: Sequence[float | None]) -> Callable[[Axes], None]:
@@ -116,7 +122,7 @@ def timelines(result: Result) -> bytes:
                 if value is not None
             ]
             # As pixels: an SVG of ten thousand circles would be slow to show.
-            axes.plot(*zip(*points, strict=True), ".", markersize=3, rasterized=True)
+            axes.plot(*zip(*points, strict=True), ".", markersize=5, rasterized=True)
             axes.set_ylabel("ms")
             axes.set_ylim(bottom=0)
 

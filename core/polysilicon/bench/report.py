@@ -21,6 +21,9 @@ def render(results: Sequence[Result]) -> str:
     source = resources.files("polysilicon.bench").joinpath("report.html").read_text("utf-8")
     figures = results[0].figures
     settings = {name: figures[name] for name in _SETTINGS if figures.get(name) is not None}
+    if "goodput" in settings:
+        bounds = settings["goodput"].items()
+        settings["goodput"] = " ".join(f"{name}:{ms:g}" for name, ms in bounds if ms is not None)
     rated = len(results) > 1 and all(result.figures["request_rate"] != "inf" for result in results)
     return environment.from_string(source).render(
         model=figures["model_id"],

@@ -19,6 +19,8 @@ from polysilicon.bench.records import Failure, Record
 
 _HEADERS = {"Content-Type": "application/json", "Accept": "text/event-stream"}
 
+_MAX_BODY_BYTES = 4 << 20
+
 
 async def stream(record: Record, session: aiohttp.ClientSession, address: str, body: bytes) -> None:
     """Send a request and write its answer into the record, as it comes. Whatever the server does
@@ -28,7 +30,7 @@ async def stream(record: Record, session: aiohttp.ClientSession, address: str, b
     try:
         async with session.post(address, data=body, headers=_HEADERS) as response:
             if response.status != 200:
-                message = error_text(await response.read())
+                message = error_text(await read_bounded(response.content))
                 record.failure = Failure(cause=f"HTTP {response.status}", message=message)
             elif response.content_type != "text/event-stream":
                 record.failure = Failure(
@@ -39,6 +41,14 @@ async def stream(record: Record, session: aiohttp.ClientSession, address: str, b
                 record.failure = await _read(record, response.content)
     except (aiohttp.ClientError, OSError, ValueError, MalformedStream) as error:
         record.failure = describe(error)
+
+
+async def read_bounded(content: aiohttp.StreamReader) -> bytes:
+    """A body, of which what is past 4 MiB is left."""
+    body = bytearray()
+    while len(body) < _MAX_BODY_BYTES and (received := await content.readany()):
+        body += received
+    return bytes(body)
 
 
 async def _read(record: Record, content: aiohttp.StreamReader) -> Failure | None:

@@ -12,7 +12,7 @@ import msgspec
 from polysilicon.bench.events import error_text
 from polysilicon.bench.records import Record
 from polysilicon.bench.settings import Endpoint, PromptForm
-from polysilicon.bench.stream import describe, stream
+from polysilicon.bench.stream import describe, read_bounded, stream
 from polysilicon.bench.workloads import Ids, Item, SyntheticPrompt, Text
 from polysilicon.errors import PolysiliconError
 
@@ -152,7 +152,7 @@ async def _models(session: aiohttp.ClientSession, url: str, *, needed: bool) -> 
     address = f"{url}/v1/models"
     try:
         async with session.get(address) as response:
-            body = await response.read()
+            body = await read_bounded(response.content)
             status = response.status
     except (aiohttp.ClientError, OSError, ValueError) as error:
         failure = describe(error)

@@ -24,6 +24,7 @@ from polysilicon.bench.workloads import (
 from polysilicon.errors import ConfigError
 
 _LOAD, _PROMPTS, _ARRIVAL, _OUTPUT = "Server", "Workload", "Arrival", "Output"
+_MAX_TOKENS = 1 << 24
 
 
 def serve(
@@ -85,16 +86,23 @@ def serve(
     num_prompts: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Requests of a run: 100, or a whole trace.", rich_help_panel=_PROMPTS
+            min=1,
+            max=1_000_000,
+            help="Requests of a run: 100, or a whole trace.",
+            rich_help_panel=_PROMPTS,
         ),
     ] = None,
     prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Of each random prompt.", rich_help_panel=_PROMPTS)
+        int,
+        typer.Option(
+            min=1, max=_MAX_TOKENS, help="Of each random prompt.", rich_help_panel=_PROMPTS
+        ),
     ] = 512,
     output_tokens: Annotated[
         int | None,
         typer.Option(
             min=1,
+            max=_MAX_TOKENS,
             help="Asked of each: 64 for random prompts, as recorded for conversations.",
             rich_help_panel=_PROMPTS,
         ),
@@ -331,7 +339,11 @@ def _headers(texts: Sequence[str]) -> dict[str, str]:
     headers = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not equals or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name) or "\n" in value:
+        if (
+            not equals
+            or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name)
+            or not value.isprintable()
+        ):
             raise ConfigError(f"--header takes NAME=VALUE, not {text!r}")
         headers[name] = value
     return headers

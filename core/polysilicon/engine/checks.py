@@ -20,5 +20,9 @@ def check_request(request: Request, *, vocab_size: int, max_length: int) -> None
         len(prompt), max_length if params.max_tokens is None else params.max_tokens, max_length
     )
     validate(params, vocab_size)
+    if request.embed is not None and (
+        params.max_tokens != 0 or params.n != 1 or request.grammar is not None
+    ):
+        raise RequestError("a request that embeds generates nothing: give max_tokens=0 and n=1")
     if request.grammar is not None:
         check_grammar(request.grammar)

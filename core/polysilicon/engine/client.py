@@ -43,7 +43,10 @@ class _ChoiceText:
         self.num_tokens = 0
         self.times: RequestTimes | None = None
         self.detokenizer = IncrementalDetokenizer(
-            tokenizer, skip_special=params.skip_special_tokens, prompt_ids=request.prompt
+            tokenizer,
+            skip_special=params.skip_special_tokens,
+            prompt_ids=request.prompt,
+            exact=request.grammar is not None,
         )
         self.let_out = ""
         self.grammar: GrammarText | None = None

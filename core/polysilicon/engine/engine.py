@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from polysilicon.backend import AdapterWeights, DeviceError, OutOfMemory, PendingTokens
-from polysilicon.batch import SampledTokens
+from polysilicon.batch import Float32, SampledTokens
 from polysilicon.engine.batching import SequenceSampling, StepArrays, build_step
 from polysilicon.engine.checks import check_request
 from polysilicon.engine.following import Following
+from polysilicon.engine.pooling import Pooling
 from polysilicon.engine.stats import EngineStats
 from polysilicon.errors import RequestError
-from polysilicon.executor import Executor
+from polysilicon.executor import EmbeddingExecutor, Executor
 from polysilicon.kv.identity import root_identity
 from polysilicon.kv.manager import KVManager
 from polysilicon.policies import Claim, Policy, PriorityFirst
@@ -33,7 +34,6 @@ from polysilicon.request import (
 from polysilicon.sampling.grammar import Grammars, GrammarState
 from polysilicon.sampling.rows import SequenceSampler
 from polysilicon.scheduler import Scheduler, Sequence, Step
-from polysilicon.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -48,6 +48,7 @@ class _Choice:
     held: tuple[int, ...] = ()
     first_scheduled: float | None = None
     first_token: float | None = None
+    pooling: Pooling | None = None
     scores: list[TokenLogprobs] = dataclasses.field(default_factory=list)
 
 
@@ -115,15 +116,15 @@ class Engine:
         self._samplings: dict[Sequence, SequenceSampling] = {}
         self._requests: dict[str, list[Sequence]] = {}
         self._unscheduled: set[Sequence] = set()
+        self._embedding: set[Sequence] = set()
         self._step_seconds: deque[float] = deque(maxlen=1024)
         self._last_result = 0.0
         self._ended: list[RequestOutput] = []
         self._following: Following | None = None
         self._serial = 0
 
-    def serve_grammars(self, tokenizer: Tokenizer) -> None:
-        """Serve requests with a grammar from now on. tokenizer: the model's."""
-        grammars = Grammars(tokenizer, vocab_size=self.executor.vocab_size, eos_ids=self.eos_ids)
+    def serve_grammars(self, grammars: Grammars) -> None:
+        """Serve requests with a grammar from now on; `close` closes what compiles them."""
         self._following = Following(grammars, self.scheduler)
 
     def warm_grammars(self) -> None:
@@ -151,6 +152,10 @@ class Engine:
             )
         if request.grammar is not None and self._following is None:
             raise RequestError("this engine serves no grammars: it has no tokenizer")
+        if request.embed is not None and not isinstance(self.executor, EmbeddingExecutor):
+            raise RequestError(
+                "what runs this model gives no hidden states for embeddings: use --executor native"
+            )
         params = request.params
         slot, adapter = 0, None
         if request.adapter is not None:
@@ -193,6 +198,7 @@ class Engine:
                 root=root,
                 adapter_slot=slot,
                 scores_prompt=params.prompt_logprobs is not None and index == 0,
+                computes_all=request.embed == "mean",
                 leader=sequences[0] if sequences else None,
             )
             self._serial += 1
@@ -200,6 +206,9 @@ class Engine:
                 self.scheduler.add(sequence)
             self._choices[sequence] = _Choice(request, index, arrival)
             self._unscheduled.add(sequence)
+            if request.embed is not None:
+                self._choices[sequence].pooling = Pooling(request.embed, len(request.prompt))
+                self._embedding.add(sequence)
             self._samplings[sequence] = SequenceSampling(
                 sampler=sampler, logprobs=params.logprobs, prompt_logprobs=params.prompt_logprobs
             )
@@ -357,10 +366,18 @@ class Engine:
                 self.executor.vocab_size,
             )
             core = time.perf_counter()
+            previous = last.pending if last else None
+            states = None
             try:
-                pending = self.executor.step(
-                    arrays.batch, arrays.sampling, step.copies, last.pending if last else None
-                )
+                if self._embedding.isdisjoint(share.sequence for share in step.scheduled):
+                    pending = self.executor.step(
+                        arrays.batch, arrays.sampling, step.copies, previous
+                    )
+                else:
+                    assert isinstance(self.executor, EmbeddingExecutor)
+                    pending, states = self.executor.embed(
+                        arrays.batch, arrays.sampling, step.copies, previous
+                    )
             except OutOfMemory:
                 if not self.scheduler.retract(step):
                     raise
@@ -376,9 +393,18 @@ class Engine:
                         self._choices[share.sequence].first_scheduled = now
             for sequence, rows in arrays.score_rows.items():
                 sequence.num_scored += len(rows)
+            if states is not None:
+                self._pool(step, arrays, states)
             self._in_flight.append(_InFlight(step, fence, arrays, pending, now))
             return True
         return False
+
+    def _pool(self, step: Step, arrays: StepArrays, states: Float32) -> None:
+        """Take a step's hidden states, `[T, D]`, into the embeddings that they are for."""
+        for share, start in zip(step.scheduled, arrays.batch.query_start, strict=False):
+            pooling = self._choices[share.sequence].pooling
+            if pooling is not None:
+                pooling.take(states[start : start + share.count], share.start)
 
     def _collect(self) -> list[RequestOutput]:
         flight = self._in_flight.popleft()
@@ -457,6 +483,7 @@ class Engine:
             num_cached_tokens=sequence.num_cached if first else 0,
             finish_reason=reason,
             times=_times(sequence, choice, now) if first or reason else None,
+            embedding=choice.pooling.result() if choice.pooling and reason else (),
         )
 
     def _fail(self, cause: str) -> list[RequestOutput]:
@@ -502,6 +529,7 @@ class Engine:
         choice = self._choices.pop(sequence)
         del self._samplings[sequence]
         self._unscheduled.discard(sequence)
+        self._embedding.discard(sequence)
         rest = self._requests[choice.request.id]
         rest.remove(sequence)
         if not rest:

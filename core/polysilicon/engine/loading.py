@@ -23,6 +23,7 @@ from polysilicon.plugins import Plugins, describe_exception, load_plugins
 from polysilicon.policies import POLICIES
 from polysilicon.progress import Progress, no_progress
 from polysilicon.request import SLO
+from polysilicon.sampling.grammar import Grammars
 from polysilicon.selection import Selection, select_backend
 from polysilicon.tokenizer import Tokenizer
 from polysilicon.weights.checkpoint import Checkpoint, open_checkpoint
@@ -84,7 +85,9 @@ def load(config: Config, path: Path, *, progress: Progress = no_progress) -> Loa
                     identity=checkpoint.fingerprint(),
                     eos_ids=tokenizer.eos_ids,
                 )
-        engine.serve_grammars(tokenizer)
+        engine.serve_grammars(
+            Grammars(tokenizer, vocab_size=engine.executor.vocab_size, eos_ids=engine.eos_ids)
+        )
         undo.pop_all()
     return Loaded(
         client=Client(engine, tokenizer),
@@ -149,6 +152,8 @@ def open_device(config: Config, selection: Selection) -> Device:
         names = ", ".join(f"{i}: {info.name}" for i, info in enumerate(selection.devices))
         raise ConfigError(f"backend {selection.name} has no device {config.device} ({names})")
     options = dict(config.backend_option)
+    if config.activations is not None:
+        options["activations"] = config.activations
     if config.deterministic:
         options["deterministic"] = "1"
     try:

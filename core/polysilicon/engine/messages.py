@@ -41,7 +41,8 @@ class Cancel(Message, frozen=True, tag="cancel"):
 
 
 class Check(Message, frozen=True, tag="check"):
-    """Check the integrity of everything the engine keeps, and report it as `Checked`."""
+    """Check the integrity of everything the engine keeps, and report it as `Checked`, behind the
+    news of all commands that came before, with stats."""
 
 
 class End(Message, frozen=True, tag="end"):

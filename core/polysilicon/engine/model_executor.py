@@ -15,8 +15,10 @@ from polysilicon.backend import (
     KVPool,
     KVSpec,
     PendingTokens,
+    Program,
     SamplingBatch,
 )
+from polysilicon.batch import Float32
 from polysilicon.executor import SlotCopies
 from polysilicon.models.model import Model
 
@@ -49,6 +51,7 @@ class ModelExecutor:
             self.adapters = device.adapter_pool(spec, max_adapters + 1)
         model.bind(self.pools, self.adapters)
         self.program = device.compile(model.forward)
+        self._hidden_program: Program | None = None
 
     def step(
         self,
@@ -57,11 +60,30 @@ class ModelExecutor:
         copies: SlotCopies,
         previous: PendingTokens | None,
     ) -> PendingTokens:
+        self._copy(copies)
+        return self.device.sample(self.program(batch, previous), sampling)
+
+    def embed(
+        self,
+        batch: Batch,
+        sampling: SamplingBatch,
+        copies: SlotCopies,
+        previous: PendingTokens | None,
+    ) -> tuple[PendingTokens, Float32]:
+        """As `step`; waits for the hidden states behind the last norm, float32 `[T, D]`."""
+        layer = self.model.config.layers
+        if self._hidden_program is None:
+            self._hidden_program = self.device.compile(self.model.forward_hidden, hidden=[layer])
+        self._copy(copies)
+        pending = self._hidden_program(batch, previous)
+        tokens = self.device.sample(pending, sampling)
+        return tokens, pending.result().hidden[layer]
+
+    def _copy(self, copies: SlotCopies) -> None:
         for group, source, target in copies:
             self.pools[group].copy(
                 np.ascontiguousarray(source, np.int32), np.ascontiguousarray(target, np.int32)
             )
-        return self.device.sample(self.program(batch, previous), sampling)
 
     def write_adapter(self, slot: int, weights: AdapterWeights) -> None:
         assert self.adapters is not None

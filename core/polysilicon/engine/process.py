@@ -74,19 +74,16 @@ def main() -> int:
             # What loading left will stay: the collector need not look at it again.
             gc.collect()
             gc.freeze()
-            failure = Server(socket, loaded.engine).run()
+            fine = Server(socket, loaded.engine).run()
+            loaded.client.close()
+            return 0 if fine else 1
         except PolysiliconError as error:
-            failure = str(error)
-            socket.send(messages.encode(messages.Failed(type(error).__name__, failure)))
-            return 1
+            failed = messages.Failed(type(error).__name__, str(error))
         except Exception as error:
             traceback.print_exc()
-            failure = describe_exception(error)
-        if failure is not None:
-            socket.send(messages.encode(messages.Failed("", failure)))
-            return 1
-        loaded.client.close()
-    return 0
+            failed = messages.Failed("", describe_exception(error))
+        socket.send(messages.encode(failed))
+        return 1
 
 
 def pair_socket(context: zmq.Context[Socket]) -> Socket:
@@ -123,12 +120,13 @@ class Server:
         self._served: dict[str, _Served] = {}
         self._ids: dict[int, str] = {}
         self._refused: list[tuple[int, RequestOutput]] = []
+        self._checks = 0
         self._ended = False
         self._sent = 0.0
         self._stats_sent = 0.0
 
-    def run(self) -> str | None:
-        """Serve until told to end (None), or until the engine fails (why)."""
+    def run(self) -> bool:
+        """Serve until told to end (True), or until the engine fails."""
         engine, socket = self._engine, self._socket
         steps, stalled = 0, 0
         while True:
@@ -140,13 +138,17 @@ class Server:
             while has_arrived(socket):
                 self._take(messages.decode_command(socket.recv(zmq.NOBLOCK)))
             if self._ended:
-                return None
+                return True
             outputs = engine.step()
+            if engine.failure is not None:
+                # Before the requests end with it, so that no more are taken.
+                self._socket.send(messages.encode(messages.Failed("", engine.failure)))
             stalled = 0 if outputs or engine.counts.steps > steps else stalled + 1
             stepped, steps = engine.counts.steps > steps, engine.counts.steps
             self._tell(outputs, stepped)
+            self._check()
             if engine.failure is not None:
-                return engine.failure
+                return False
 
     def _take(self, command: messages.Command) -> None:
         match command:
@@ -156,7 +158,7 @@ class Server:
                 if command.number in self._ids:
                     self._engine.cancel(self._ids[command.number], command.choice)
             case messages.Check():
-                self._check()
+                self._checks += 1
             case messages.End():
                 self._ended = True
 
@@ -175,12 +177,16 @@ class Server:
             self._ids[number] = request.id
 
     def _check(self) -> None:
+        if not self._checks:
+            return
         try:
             self._engine.kv.check_integrity()
             error = None
         except AssertionError as failed:
             error = str(failed) or "an assertion without words"
-        self._socket.send(messages.encode(messages.Checked(error)))
+        for _ in range(self._checks):
+            self._socket.send(messages.encode(messages.Checked(error)))
+        self._checks = 0
 
     def _tell(self, outputs: list[RequestOutput], stepped: bool) -> None:
         """Send a step's news, and now and then that there was a step."""
@@ -197,11 +203,11 @@ class Server:
                 served.choices -= 1
                 if not served.choices:
                     del self._served[output.request_id], self._ids[served.number]
-        idle = not self._engine.has_work
-        if not (tokens or others or idle or (stepped and now - self._sent >= _BEAT_SECONDS)):
+        wanted = not self._engine.has_work or self._checks > 0
+        if not (tokens or others or wanted or (stepped and now - self._sent >= _BEAT_SECONDS)):
             return
         stats = None
-        if idle or now - self._stats_sent >= _STATS_SECONDS:
+        if wanted or now - self._stats_sent >= _STATS_SECONDS:
             stats = self._engine.stats()
             self._stats_sent = now
         self._sent = now

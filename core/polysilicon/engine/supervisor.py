@@ -58,14 +58,16 @@ class Supervisor:
 
     @property
     def health(self) -> Health:
-        if self._draining and self._health.state == "ready":
+        if self._draining and self._health.ready:
             return Health(state="draining", reason="the server is shutting down")
+        if self._child is not None and self._child.failed is not None:
+            return Health(state="restarting", reason=self._child.failed.reason)
         return self._health
 
     @property
     def retry_after(self) -> float | None:
         """Seconds until a restart should be over; None when there is none."""
-        if self._draining or self._health.state not in ("starting", "restarting"):
+        if self._draining or self.health.state not in ("starting", "restarting"):
             return None
         return max(1.0, self._back - time.monotonic())
 

@@ -70,7 +70,11 @@ def build_whole_model_engine(
 
     Raises ConfigError for settings that the executor cannot serve.
     """
-    for name, said in (("--device", config.device), ("--deterministic", config.deterministic)):
+    for name, said in (
+        ("--device", config.device),
+        ("--deterministic", config.deterministic),
+        ("--activations", config.activations),
+    ):
         if said:
             raise ConfigError(f"executor {provider.name} does not know {name}: leave it out")
     settings = ExecutorSettings(

@@ -77,6 +77,19 @@ class DecoderModel(Model):
         self._adapters = adapters
 
     def forward(self, ops: Ops, batch: Batch) -> ModelOutputs:
+        hidden = self._layer_states(ops, batch)
+        # Only the rows whose logits are wanted go through the last norm and the head.
+        x, _ = self._norm(ops, ops.select(hidden[-1], batch.logit_rows), self._final_norm)
+        return ModelOutputs(logits=self._logits(ops, x), hidden=hidden)
+
+    def forward_hidden(self, ops: Ops, batch: Batch) -> ModelOutputs:
+        hidden = self._layer_states(ops, batch)
+        x, _ = self._norm(ops, hidden[-1], self._final_norm)
+        logits = self._logits(ops, ops.select(x, batch.logit_rows))
+        return ModelOutputs(logits=logits, hidden=[*hidden, x])
+
+    def _layer_states(self, ops: Ops, batch: Batch) -> list[Value]:
+        """The residual stream after each layer."""
         config, layers = self.config, self._layers
         residual = ops.embed(self._embedding, batch.tokens)
         if config.embedding_scale is not None:
@@ -96,12 +109,13 @@ class DecoderModel(Model):
             else:
                 residual = ops.add(x, residual)
             hidden.append(residual)
-        # Only the rows whose logits are wanted go through the last norm and the head.
-        x, _ = self._norm(ops, ops.select(residual, batch.logit_rows), self._final_norm)
+        return hidden
+
+    def _logits(self, ops: Ops, x: Value) -> Value:
         (logits,) = ops.linear(x, self._head)
-        if config.final_softcap is not None:
-            logits = ops.softcap(logits, config.final_softcap)
-        return ModelOutputs(logits=logits, hidden=hidden)
+        if self.config.final_softcap is not None:
+            logits = ops.softcap(logits, self.config.final_softcap)
+        return logits
 
     def _attention(self, ops: Ops, batch: Batch, index: int, layer: Layer, x: Value) -> Value:
         config = self.config

@@ -37,3 +37,8 @@ class Model(ABC):
     @abstractmethod
     def forward(self, ops: Ops, batch: Batch) -> ModelOutputs:
         """One step; a `Forward` for `Device.compile`. Needs `bind` before."""
+
+    @abstractmethod
+    def forward_hidden(self, ops: Ops, batch: Batch) -> ModelOutputs:
+        """As `forward`, with one hidden state more: that behind the last norm, at the index
+        `config.layers`, for every token."""

@@ -23,7 +23,7 @@ from polysilicon.server.tracking import Record
 PREFIX = "polysilicon:"
 
 # A second series for every counter, which says when it began, is what nobody asks for.
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40,

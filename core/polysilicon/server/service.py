@@ -8,9 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from polysilicon.request import SamplingParams
+from polysilicon.request import SLO, Grammar, Request, SamplingParams
 from polysilicon.server.dispatcher import Dispatcher
 from polysilicon.server.errors import ApiError, invalid
+from polysilicon.server.parsing.formats import chat_format
 from polysilicon.server.prompts import Prompts
 from polysilicon.server.settings import Settings
 
@@ -28,6 +29,10 @@ class Service:
             template=dispatcher.chat_template,
             no_chat=dispatcher.no_chat,
             max_length=lambda: self.max_length,
+        )
+        template = dispatcher.chat_template
+        self.chat_format = chat_format(
+            "" if template is None else template.source, dispatcher.tokenizer
         )
         self.sampling_defaults: dict[str, Any] = {
             **dispatcher.sampling_defaults,
@@ -69,6 +74,28 @@ class Service:
                 "truncate_prompt_tokens",
             )
         return tuple(prompt[-(self.max_length - 1 if keep == -1 else keep) :])
+
+    def request(
+        self,
+        prompt: tuple[int, ...],
+        params: SamplingParams,
+        *,
+        salt: str | None = None,
+        priority: int = 0,
+        slo: SLO | None = None,
+        grammar: Grammar | None = None,
+    ) -> Request:
+        """A request as the engine takes it. Raises ApiError (400) for one that does not fit."""
+        self.check_length(prompt, params)
+        return Request(
+            id=new_id("request"),
+            prompt=prompt,
+            params=params,
+            salt=salt,
+            priority=priority,
+            slo=slo,
+            grammar=grammar,
+        )
 
     def check_length(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Refuse what cannot fit into the context. Raises ApiError (400)."""

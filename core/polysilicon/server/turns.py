@@ -6,7 +6,16 @@ import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from polysilicon.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from polysilicon.request import (
+    SLO,
+    FinishReason,
+    Grammar,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
+from polysilicon.server.chat_plan import ChatPlan
 from polysilicon.server.dispatcher import Dispatcher, RequestStream
 from polysilicon.server.errors import ApiError
 from polysilicon.server.events import (
@@ -20,7 +29,7 @@ from polysilicon.server.events import (
     ToolCallStart,
     Update,
 )
-from polysilicon.server.service import Usage
+from polysilicon.server.service import Service, Usage
 
 
 def check_output(output: RequestOutput) -> None:
@@ -46,6 +55,7 @@ class ChatTurn:
     """A rendered chat on its way through the engine.
 
     parser: makes the parser of one choice's text, None where all of it is the answer.
+    stops_for_calls: whether an answer with tool calls ended because of them.
     """
 
     def __init__(
@@ -54,12 +64,14 @@ class ChatTurn:
         *,
         eos_ids: frozenset[int],
         parser: Callable[[], OutputParser] | None = None,
+        stops_for_calls: bool = True,
     ) -> None:
         self.request = request
         self.usage = Usage(len(request.prompt))
         self._eos_ids = eos_ids
         count = request.params.n
         self._parsers = None if parser is None else [parser() for _ in range(count)]
+        self._stops_for_calls = stops_for_calls
         self._called = [False] * count
 
     async def updates(self, dispatcher: Dispatcher) -> AsyncGenerator[list[Update], None]:
@@ -86,7 +98,9 @@ class ChatTurn:
             self._called[choice] |= any(type(event) is ToolCallStart for event in events)
         finished = None
         if output.finish_reason is not None:
-            reason: FinishedReason = "tool_calls" if self._called[choice] else "stop"
+            reason: FinishedReason = "stop"
+            if self._called[choice] and self._stops_for_calls:
+                reason = "tool_calls"
             if output.finish_reason is FinishReason.LENGTH:
                 reason = "length"
             finished = Finished(reason, stop_of(self.request, output, self._eos_ids))
@@ -99,6 +113,39 @@ class ChatTurn:
         if output.finish_reason is not None:
             events += parser.finish()
         return events
+
+
+async def chat_turn(
+    service: Service,
+    plan: ChatPlan,
+    params: SamplingParams,
+    *,
+    add_special: bool = False,
+    keep: int | None = None,
+    salt: str | None = None,
+    priority: int = 0,
+    slo: SLO | None = None,
+    grammar: Grammar | None = None,
+) -> ChatTurn:
+    """The turn of a planned chat. add_special: encode the prompt with the tokens that begin a text.
+    keep: as in `Service.truncated`. Raises ApiError (400)."""
+    prompt = await service.prompts.encode(plan.text, add_special=add_special)
+    if plan.show_special:
+        params = dataclasses.replace(params, skip_special_tokens=False)
+    request = service.request(
+        service.truncated(prompt, keep),
+        params,
+        salt=salt,
+        priority=priority,
+        slo=slo,
+        grammar=plan.grammar or grammar,
+    )
+    return ChatTurn(
+        request,
+        eos_ids=service.tokenizer.eos_ids,
+        parser=plan.parser,
+        stops_for_calls=plan.stops_for_calls,
+    )
 
 
 @dataclasses.dataclass(slots=True)

@@ -81,6 +81,13 @@ class TinyModel:
     ) -> Float64:
         """Logits `[T, V]` of a whole sequence, in one go and without any cache: keys and values are
         rounded to the dtype as they would be stored."""
+        head = self._values["model.embed_tokens.weight" if self.gemma else "lm_head.weight"]
+        return self.states(tokens, kv_dtype=kv_dtype, adapter=adapter) @ head.T
+
+    def states(
+        self, tokens: Sequence[int], *, kv_dtype: str, adapter: AdapterWeights | None = None
+    ) -> Float64:
+        """The hidden states behind the last norm, `[T, D]`, from which `logits` come."""
         tensors = self._values
         x = tensors["model.embed_tokens.weight"][list(tokens)]
         if self.gemma:
@@ -97,8 +104,7 @@ class TinyModel:
             if self.gemma:
                 inner = part.norm(inner, "post_feedforward_layernorm")
             x = x + inner
-        head = tensors["model.embed_tokens.weight" if self.gemma else "lm_head.weight"]
-        return self._norm(x, "model.norm.weight") @ head.T
+        return self._norm(x, "model.norm.weight")
 
     @functools.cached_property
     def _values(self) -> Mapping[str, Float64]:

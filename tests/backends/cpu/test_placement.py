@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from polysilicon_cpu import placement
+from polysilicon.backend import Dense
+from polysilicon_cpu import library, placement
+from polysilicon_cpu.device import CPUDevice
+from polysilicon_cpu.options import Options
 
 
 def machine(root: Path, files: Mapping[str, str]) -> Path:
@@ -104,16 +108,73 @@ def test_no_quota_of_cgroup_v1(tmp_path):
     assert placement.quota(root) is None
 
 
-def test_details_name_what_is_there(tmp_path):
-    root = machine(
-        tmp_path,
-        {"sys/devices/system/node/online": "0-1\n", "sys/fs/cgroup/cpu.max": "150000 100000"},
-    )
-    assert placement.details((0, 1), root) == {
+NODES = "sys/devices/system/node"
+TWO_NODES = {
+    f"{NODES}/online": "0-1\n",
+    f"{NODES}/node0/cpulist": "0-3,8-11\n",
+    f"{NODES}/node1/cpulist": "4-7,12-15\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [((0, 1), (0,)), ((5,), (1,)), ((3, 4), (0, 1)), ((0, 12), (0, 1)), ((99,), ())],
+)
+def test_nodes_of_the_places(tmp_path, chosen, expected):
+    assert placement.nodes(chosen, machine(tmp_path, TWO_NODES)) == expected
+
+
+def test_nodes_without_processors_are_left_out(tmp_path):
+    root = machine(tmp_path, {**TWO_NODES, f"{NODES}/online": "0-2", f"{NODES}/node2/cpulist": ""})
+    assert placement.nodes(range(16), root) == (0, 1)
+
+
+@pytest.mark.parametrize("online", ["", "garbage", "0-1"])
+def test_a_system_that_tells_of_no_nodes(tmp_path, online):
+    root = machine(tmp_path, {f"{NODES}/online": online})
+    assert placement.nodes((0, 1), root) == ()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "numa"),
+    [((0, 4), "memory spread over 2 NUMA nodes"), ((4, 5), "on NUMA node 1 of 2")],
+)
+def test_details_name_what_is_there(tmp_path, chosen, numa):
+    root = machine(tmp_path, {**TWO_NODES, "sys/fs/cgroup/cpu.max": "150000 100000"})
+    assert placement.details(chosen, root) == {
         "threads": "1 threads, 2 cores",
         "quota": "quota of 1.5 cores",
-        "numa": "2 NUMA nodes",
+        "numa": numa,
     }
+
+
+def test_one_node_is_not_worth_a_word(tmp_path):
+    root = machine(tmp_path, {f"{NODES}/online": "0", f"{NODES}/node0/cpulist": "0-1"})
+    assert placement.nodes((0, 1), root) == (0,)
+    assert "numa" not in placement.details((0, 1), root)
+
+
+@pytest.mark.parametrize(("nodes", "spread"), [((0, 1), 3), ((0,), 0)])
+def test_the_device_is_told_to_spread_its_memory(monkeypatch, nodes, spread):
+    """And computes all the same, whether or not the system has such nodes."""
+    told = []
+    native = library.load()
+
+    class Spy:
+        def __getattr__(self, name):
+            return getattr(native, name)
+
+        def ps_device_open(self, *arguments):
+            told.append(arguments[-1])
+            return native.ps_device_open(*arguments)
+
+    monkeypatch.setattr(library, "load", Spy)
+    monkeypatch.setattr(placement, "nodes", lambda places: nodes)
+    device = CPUDevice(Options(threads=2))
+    weight = Dense(array=np.ones((40, 70), np.float32))
+    np.testing.assert_array_equal(device.put([weight]).values(), weight.array)
+    device.close()
+    assert told == [spread]
 
 
 def test_this_machine_has_a_place():

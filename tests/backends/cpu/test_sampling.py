@@ -191,3 +191,59 @@ def test_ids_beyond_the_vocabulary(device: CPUDevice) -> None:
     )
     with pytest.raises(DeviceError, match="bias names id 50"):
         sampled(device, np.zeros((1, 50), np.float32), dataclasses.replace(batch, bias=far))
+
+
+@pytest.mark.parametrize("features", [(), ("top_k", "top_p"), ("penalties", "mask", "reports")])
+def test_drafted_rows_are_sampled_as_if_alone(device: CPUDevice, features: tuple[str, ...]) -> None:
+    """Rows of one sequence at successive positions, as speculation verifies a draft with them: each
+    draws its own noise, and gets bitwise what a step without a draft gives."""
+    rng = np.random.default_rng()
+    logits = rng.normal(0, 3, (5, 20_000)).astype(np.float32)
+    batch = dataclasses.replace(
+        batch_of(rng, 5, 20_000, *features),
+        draw=np.ones(5, np.bool_),
+        temperature=np.ones(5, np.float32),
+        seed=np.full(5, 7, np.uint64),
+        choice=np.zeros(5, np.uint32),
+        position=np.arange(100, 105, dtype=np.uint32),
+    )
+    together = sampled(device, logits, batch)
+    for row in range(5):
+        alone = sampled(device, logits[row : row + 1], row_of(batch, row))
+        for name in ("tokens", "logprobs", "target_logprobs", "top_ids", "top_logprobs"):
+            expected = getattr(together, name)
+            if expected is not None:
+                np.testing.assert_array_equal(getattr(alone, name)[0], expected[row])
+
+
+def test_noise_differs_by_position_and_nothing_else(device: CPUDevice) -> None:
+    rng = np.random.default_rng()
+    logits = np.repeat(rng.normal(0, 1, (1, 5000)).astype(np.float32), 8, axis=0)
+    batch = dataclasses.replace(
+        batch_of(rng, 8, 5000),
+        draw=np.ones(8, np.bool_),
+        temperature=np.ones(8, np.float32),
+        seed=np.full(8, 7, np.uint64),
+        choice=np.zeros(8, np.uint32),
+        position=np.array([3, 4, 5, 6, 3, 4, 5, 6], np.uint32),
+    )
+    tokens = sampled(device, logits, batch).tokens.tolist()
+    assert tokens[:4] == tokens[4:]
+    assert len(set(tokens)) > 1
+
+
+def row_of(batch: SamplingBatch, row: int) -> SamplingBatch:
+    """One row of a batch, as a batch."""
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, SparseRows):
+            begin, end = value.start[row : row + 2]
+            return SparseRows(
+                start=np.array([0, end - begin], np.int32),
+                ids=value.ids[begin:end],
+                values=value.values[begin:end],
+            )
+        return value[row : row + 1] if isinstance(value, np.ndarray) else value
+
+    fields = {field.name: cut(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
+    return SamplingBatch(**fields)

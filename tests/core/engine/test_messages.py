@@ -116,9 +116,7 @@ def test_reports_arrive_as_they_were_sent(report: messages.Report) -> None:
 
 @given(
     st.lists(
-        st.tuples(
-            st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)
-        )
+        st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
     )
 )
 def test_tokens_are_packed_exactly(tokens: list[tuple[int, int, int]]) -> None:

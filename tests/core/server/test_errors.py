@@ -89,10 +89,10 @@ WRONG = {
     "stream_options": ({"include_usage": True}, "x"),
     "response_format": ("json", {}, {"type": "xml"}, {"type": "json_schema"}),
     "structured_outputs": ({"json_object": True, "regex": "a"}, {"choice": []}, {"jsonn": {}}),
-    "tools": ("x", [1]),
+    "tools": ("x", [1], [{}], [{"type": "custom"}], [{"type": "function", "function": {}}]),
     "truncate_prompt_tokens": (0, -2, 10**9),
     "chat_template_kwargs": ([], {"messages": []}),
-    "continue_final_message": (True,),
+    "tool_choice": ("maybe", {}, {"type": "function", "function": {"name": "f"}}, "required"),
     "priority": (2**40, "x"),
     "cache_salt": (5, "x" * 5000),
     "slo": ({"ttft": 0}, {"ttft": -5}, {"tft": 5}, 5),
@@ -181,6 +181,14 @@ def test_prompts_that_do_not_fit(server, stream) -> None:
         error = failed(server.post(path, {**body, "stream": stream}), 400)
         assert error["code"] == "context_length_exceeded"
         assert "context" in error["message"]
+
+
+def test_last_messages_that_cannot_be_gone_on_with(server) -> None:
+    extra = {"continue_final_message": True}
+    both = {"messages": HELLO, "add_generation_prompt": True, **extra}
+    assert "continue_final_message" in failed(server.post(CHAT, both), 400)["message"]
+    empty = {"messages": [*HELLO, {"role": "assistant", "content": ""}], **extra}
+    assert "last message" in failed(server.post(CHAT, empty), 400)["message"]
 
 
 def test_parts_that_are_no_text(server) -> None:

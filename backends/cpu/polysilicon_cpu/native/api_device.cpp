@@ -2,6 +2,7 @@
 
 #include "api.h"
 #include "levels.h"
+#include "numa.h"
 
 using namespace polysilicon;
 
@@ -23,14 +24,15 @@ PS_API bool ps_level_supported(const char* name) {
   return false;
 }
 
-// cpus: where each thread is pinned, or null.
+// cpus: where each thread is pinned, or null. nodes: as for Interleaving.
 PS_API Device* ps_device_open(const char* level, int threads, const int* cpus, bool deterministic,
-                              ErrorText* error) {
+                              ErrorText* error, std::uint64_t nodes) {
   return guarded<Device*>(error, nullptr, [&] {
     const Kernels* kernels = find_level(level);
     if (kernels == nullptr) throw Error(std::string("this processor has no level ") + level);
     const std::vector<int> places =
         cpus == nullptr ? std::vector<int>{} : std::vector<int>(cpus, cpus + threads);
+    const Interleaving interleaving(nodes);
     return new Device(kernels, threads, places, deterministic);
   });
 }

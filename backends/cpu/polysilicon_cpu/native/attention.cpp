@@ -100,7 +100,7 @@ class Attention {
   float* partial_ = nullptr;
 };
 
-// Norm and rotation of one head.
+// Norm, rotation and, for int8 keys, the transform of one head.
 void Attention::prepare(const float* x, int token, const float* norm, float eps,
                         float* out) const {
   const ElementwiseKernels& elementwise = *context_.kernels->elementwise;
@@ -116,24 +116,30 @@ void Attention::prepare(const float* x, int token, const float* norm, float eps,
   } else if (norm == nullptr) {
     std::memcpy(out, x, sizeof(float) * dim);
   }
+  if (layout_.key.storage == Storage::kI8) kernels_.turn(out, dim, out);
 }
 
 void Attention::store(const View& k, const View& v) {
   const int tokens = batch_.query_start[batch_.sequence_count];
   const std::int32_t* slots = batch_.groups[layout_.group].slots;
-  context_.reserve(sizeof(float) * layout_.key.dim);
+  context_.reserve(sizeof(float) * std::max(layout_.key.dim, layout_.value.dim));
   context_.parallel((tokens + kStoredTokens - 1) / kStoredTokens, [&](int task, int thread) {
-    float* key = context_.scratch<float>(thread);
+    float* vector = context_.scratch<float>(thread);
     const int end = std::min(tokens, (task + 1) * kStoredTokens);
     for (int token = task * kStoredTokens; token < end; ++token) {
       for (int head = 0; head < layout_.heads; ++head) {
         int offset;
         std::uint8_t* unit = pool_.unit(layer_, slots[token], head, &offset);
         prepare(k.row(token) + head * layout_.key.dim, token, parameters_.k_norm,
-                parameters_.k_eps, key);
-        kernels_.store_key(layout_.key.storage, key, layout_.key.dim, offset, unit);
-        kernels_.store_value(layout_.value.storage, v.row(token) + head * layout_.value.dim,
-                             layout_.value.dim, width_, offset, unit + pool_.key_bytes());
+                parameters_.k_eps, vector);
+        kernels_.store_key(layout_.key.storage, vector, layout_.key.dim, offset, unit);
+        const float* value = v.row(token) + head * layout_.value.dim;
+        if (layout_.value.storage == Storage::kI8) {
+          kernels_.turn(value, layout_.value.dim, vector);
+          value = vector;
+        }
+        kernels_.store_value(layout_.value.storage, value, layout_.value.dim, width_, offset,
+                             unit + pool_.key_bytes());
       }
     }
   });
@@ -400,8 +406,9 @@ void Attention::finish_row(int token, int head, float largest, float total,
                            const float* mixed) const {
   const float sink = parameters_.sinks == nullptr ? kNothing : parameters_.sinks[head] * kLog2E;
   const std::size_t index = static_cast<std::size_t>(token) * parameters_.heads + head;
-  kernels_.finish(largest, total, mixed, sink, layout_.value.dim,
-                  out_ + index * layout_.value.dim);
+  float* out = out_ + index * layout_.value.dim;
+  kernels_.finish(largest, total, mixed, sink, layout_.value.dim, out);
+  if (layout_.value.storage == Storage::kI8) kernels_.turn(out, layout_.value.dim, out);
 }
 
 }  // namespace

@@ -8,10 +8,11 @@
 //   values, bf16  [8][width][2], pairs of slots
 //   values, else  [16][width]
 //
-// with `dim` rounded up to an even number and `width` to a multiple of 16. Behind int8 keys and values
-// stand the scales of their slots, float [16]. Both of a unit stand together, a page's units of one
-// head in a row: [layer][page][head][unit]{keys, values}. Pages of fewer than 16 slots have a unit each
-// that is filled in part.
+// with `dim` rounded up to an even number and `width` to a multiple of 16. Behind int8 keys and
+// values stand the scales of their slots, float [16]; they are turned (`AttentionKernels::turn`).
+// Both of a unit stand together, a page's units of one head in a row:
+// [layer][page][head][unit]{keys, values}. Pages of fewer than 16 slots have a unit each that is
+// filled in part.
 #pragma once
 
 #include <cstddef>

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from polysilicon.server import json_text
 from polysilicon.server.bodies import openapi_body, read_body
+from polysilicon.server.chat_plan import plan_chat
 from polysilicon.server.connection import EventStream, connected
 from polysilicon.server.errors import invalid
 from polysilicon.server.events import (
@@ -24,11 +25,11 @@ from polysilicon.server.events import (
 )
 from polysilicon.server.openai.failures import DONE, failure_event
 from polysilicon.server.openai.logprobs import LogprobsWriter
-from polysilicon.server.openai.rendering import render_chat
-from polysilicon.server.openai.sampling import engine_request, sampling_params
+from polysilicon.server.openai.rendering import chat_input
+from polysilicon.server.openai.sampling import engine_fields, sampling_params
 from polysilicon.server.openai.schemas import ChatBody
 from polysilicon.server.service import Service, new_id
-from polysilicon.server.turns import Answer, ChatTurn, TurnResult, whole_turn
+from polysilicon.server.turns import Answer, ChatTurn, TurnResult, chat_turn, whole_turn
 
 
 def chat_router(service: Service) -> APIRouter:
@@ -64,9 +65,15 @@ async def _prepare(service: Service, body: ChatBody) -> _Chat:
         max_tokens=body.max_tokens if max_tokens is None else max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    rendered = await render_chat(service, body)
-    request = engine_request(service, body, rendered.prompt, params)
-    turn = ChatTurn(request, eos_ids=service.tokenizer.eos_ids, parser=rendered.parser)
+    plan = await plan_chat(service, chat_input(body))
+    turn = await chat_turn(
+        service,
+        plan,
+        params,
+        add_special=body.add_special_tokens,
+        keep=body.truncate_prompt_tokens,
+        **engine_fields(body),
+    )
     return _Chat(service, body, turn, model)
 
 

@@ -21,7 +21,7 @@ from polysilicon.server.errors import invalid
 from polysilicon.server.openai.failures import DONE, failure_event
 from polysilicon.server.openai.logprobs import CompletionLogprobs, LogprobsWriter
 from polysilicon.server.openai.prompt_lists import prompt_list
-from polysilicon.server.openai.sampling import engine_request, sampling_params
+from polysilicon.server.openai.sampling import engine_fields, sampling_params
 from polysilicon.server.openai.schemas import CompletionBody
 from polysilicon.server.service import Service, Usage, new_id
 from polysilicon.server.turns import check_output, merged, stop_of
@@ -63,9 +63,9 @@ async def _prepare(service: Service, body: CompletionBody) -> _Completion:
     prompts = await prompt_list(
         service, body.prompt, "prompt", body.add_special_tokens, body.truncate_prompt_tokens
     )
+    fields = engine_fields(body)
     sources = [
-        _Source(engine_request(service, body, prompt.ids, params), prompt.text)
-        for prompt in prompts
+        _Source(service.request(prompt.ids, params, **fields), prompt.text) for prompt in prompts
     ]
     return _Completion(service, body, sources, model)
 

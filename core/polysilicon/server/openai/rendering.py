@@ -1,87 +1,111 @@
-"""A chat body as the prompt that the model reads, and how its answer is to be understood."""
+"""A chat body as the input that every wire format shares."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Mapping
 from typing import Any
 
+from polysilicon.server.chat_plan import ChatInput, Tool, ToolUse
 from polysilicon.server.errors import invalid
-from polysilicon.server.events import OutputParser
-from polysilicon.server.openai.schemas import ChatBody, TokenizeBody
-from polysilicon.server.service import Service
+from polysilicon.server.openai.schemas import ChatBody
 
-_MOST_MESSAGES = 10_000
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rendered:
-    """prompt: token ids. parser: makes the parser of one choice's text, if it needs one."""
-
-    prompt: tuple[int, ...]
-    parser: Callable[[], OutputParser] | None = None
+MOST_TOOLS = 1024
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
-async def render_chat(service: Service, body: ChatBody) -> Rendered:
-    """The prompt of a chat completion. Raises ApiError (400) and TemplateError."""
+def chat_input(body: ChatBody) -> ChatInput:
+    """The input of a chat completion. Raises ApiError (400)."""
+    if (
+        body.continue_final_message
+        and body.add_generation_prompt
+        and "add_generation_prompt" in (body.model_fields_set)
+    ):
+        raise invalid(
+            "continue_final_message and add_generation_prompt exclude one another",
+            "continue_final_message",
+        )
     extra = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         extra.setdefault("reasoning_effort", body.reasoning_effort)
-    text = await chat_text(service, body, tools=body.tools, documents=body.documents, extra=extra)
-    prompt = await service.prompts.encode(text, add_special=body.add_special_tokens)
-    return Rendered(service.truncated(prompt, body.truncate_prompt_tokens))
-
-
-async def chat_text(
-    service: Service,
-    body: ChatBody | TokenizeBody,
-    *,
-    tools: Sequence[Mapping[str, Any]] | None,
-    documents: Sequence[Mapping[str, Any]] | None = None,
-    extra: Mapping[str, Any] | None = None,
-) -> str:
-    """The prompt text of a body's messages. Raises ApiError (400) and TemplateError."""
-    messages = [_message(message) for message in body.messages or ()]
-    if not 0 < len(messages) <= _MOST_MESSAGES:
-        raise invalid(f"messages must hold between 1 and {_MOST_MESSAGES} messages", "messages")
-    if body.continue_final_message and body.add_generation_prompt:
-        raise invalid(
-            "continue_final_message needs add_generation_prompt: false", "continue_final_message"
-        )
-    reserved = {"messages", "tools", "documents", "add_generation_prompt"} & set(extra or ())
-    if reserved:
-        name = min(reserved)
-        raise invalid(f"chat_template_kwargs may not hold {name}", "chat_template_kwargs")
-    text = await service.prompts.render(
-        messages,
-        tools=tools or None,
-        documents=documents,
-        add_generation_prompt=body.add_generation_prompt,
+    return ChatInput(
+        messages=body.messages,
+        use=tool_use(body.tools, body.tool_choice, body.parallel_tool_calls is not False),
+        documents=body.documents,
         extra=extra,
+        add_generation_prompt=body.add_generation_prompt,
+        open_end=body.continue_final_message,
     )
-    return _cut_open(text, messages[-1]) if body.continue_final_message else text
 
 
-def _message(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message as templates know it: they have no `developer`, OpenAI's newer name for system."""
-    if message.get("role") == "developer":
-        return {**message, "role": "system"}
-    return message
+def tool_use(
+    tools: list[dict[str, Any]] | None, choice: str | dict[str, Any] | None, parallel: bool
+) -> ToolUse:
+    """OpenAI's `tools`, `tool_choice` and `parallel_tool_calls`. Raises ApiError (400)."""
+    found = [_tool(tool, index) for index, tool in enumerate(tools or ())]
+    if len(found) > MOST_TOOLS or len({tool.name for tool in found}) < len(found):
+        raise invalid(f"tools must be at most {MOST_TOOLS}, each with its own name", "tools")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice.get("allowed_tools", choice)
+        names = [_named(tool) for tool in _objects(allowed, "tools")]
+        found = [_find(found, name) for name in names]
+        choice = allowed.get("mode", "auto")
+    if isinstance(choice, dict):
+        return ToolUse([_find(found, _named(choice))], "named", parallel=False)
+    if choice == "required" and not found:
+        raise invalid("tool_choice required needs tools: send some", "tool_choice")
+    match choice:
+        case None | "auto":
+            return ToolUse(found, "auto", parallel)
+        case "required":
+            return ToolUse(found, "required", parallel)
+        case "none":
+            return ToolUse(found, "none", parallel)
+    raise invalid(
+        "tool_choice must be none, auto, required or a function by its name", "tool_choice"
+    )
 
 
-def _cut_open(text: str, last: Mapping[str, Any]) -> str:
-    """A rendered chat up to the end of its last message's content, which the model goes on with."""
-    content = last.get("content")
-    if isinstance(content, list):
-        content = content[-1].get("text") if content and isinstance(content[-1], dict) else None
-    end = -1
-    if isinstance(content, str) and content.strip():
-        content = content.strip()
-        end = text.rfind(content)
-    if end < 0 or not isinstance(content, str):
+def _tool(tool: Mapping[str, Any], index: int) -> Tool:
+    place = f"tools.{index}"
+    function = tool.get("function")
+    if tool.get("type") != "function" or not isinstance(function, Mapping):
         raise invalid(
-            "continue_final_message needs a last message whose content the chat template writes "
-            "as it is",
-            "messages",
+            f'{place}: only {{"type": "function", "function": {{...}}}} is supported', place
         )
-    return text[: end + len(content)]
+    return checked_tool(
+        function.get("name"), function.get("description"), function.get("parameters"), place
+    )
+
+
+def checked_tool(name: object, description: object, parameters: object, place: str) -> Tool:
+    """A tool of these parts. Raises ApiError (400), which names `place`."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise invalid(f"{place}: name must be letters, digits and _ - . :, up to 128", place)
+    if not isinstance(description, str | None):
+        raise invalid(f"{place}: description must be a text", place)
+    if not isinstance(parameters, dict | None):
+        raise invalid(f"{place}: parameters must be a JSON schema, an object", place)
+    return Tool(name, description, parameters)
+
+
+def _named(choice: Mapping[str, Any]) -> object:
+    """The name in `{"type": "function", "function": {"name": ...}}`, or without `function`."""
+    function = choice.get("function", choice)
+    if choice.get("type") != "function" or not isinstance(function, Mapping):
+        raise invalid("tool_choice must name a function", "tool_choice")
+    return function.get("name")
+
+
+def _find(tools: list[Tool], name: object) -> Tool:
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    raise invalid(f"tool_choice names {str(name)[:128]!r}, which tools lacks", "tool_choice")
+
+
+def _objects(value: object, key: str) -> list[Mapping[str, Any]]:
+    items = value.get(key) if isinstance(value, Mapping) else None
+    if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
+        raise invalid(f"tool_choice.{key} must be a list of tools", "tool_choice")
+    return items

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 
-from polysilicon.request import SLO, Grammar, Request, SamplingParams
+from polysilicon.request import SLO, Grammar, SamplingParams
 from polysilicon.server.errors import invalid
 from polysilicon.server.openai.fields import GeneratingBody, StructuredOutputs
-from polysilicon.server.service import Service, new_id
+from polysilicon.server.service import Service
 from polysilicon.tokenizer import Tokenizer
 
 _SAME_NAME = (
@@ -59,23 +59,26 @@ def sampling_params(
     return SamplingParams(**{"max_tokens": None} | service.sampling_defaults | given)
 
 
-def engine_request(
-    service: Service, body: GeneratingBody, prompt: tuple[int, ...], params: SamplingParams
-) -> Request:
-    """The request as the engine takes it. Raises ApiError (400) and RequestError."""
-    service.check_length(prompt, params)
+class EngineFields(TypedDict):
+    """What a body says of a request beside its prompt and sampling."""
+
+    salt: str | None
+    priority: int
+    slo: SLO | None
+    grammar: Grammar | None
+
+
+def engine_fields(body: GeneratingBody) -> EngineFields:
+    """Fields of Request. Raises ApiError (400) and RequestError."""
     priority = body.priority or 0
     if not -(2**31) <= priority < 2**31:
         raise invalid("priority must be an integer of 32 bits", "priority")
-    return Request(
-        id=new_id("request"),
-        prompt=prompt,
-        params=params,
-        salt=body.cache_salt or None,
-        priority=priority,
-        slo=None if body.slo is None else SLO(ttft=body.slo.ttft, tpot=body.slo.tpot),
-        grammar=grammar_of(body),
-    )
+    return {
+        "salt": body.cache_salt or None,
+        "priority": priority,
+        "slo": None if body.slo is None else SLO(ttft=body.slo.ttft, tpot=body.slo.tpot),
+        "grammar": grammar_of(body),
+    }
 
 
 def grammar_of(body: GeneratingBody) -> Grammar | None:

@@ -9,9 +9,10 @@ from starlette.responses import Response
 
 from polysilicon.server import json_text
 from polysilicon.server.bodies import openapi_body, read_body
+from polysilicon.server.chat_plan import ChatInput, plan_chat
 from polysilicon.server.errors import invalid
-from polysilicon.server.openai.rendering import chat_text
-from polysilicon.server.openai.schemas import DetokenizeBody, TokenizeBody
+from polysilicon.server.openai.rendering import tool_use
+from polysilicon.server.openai.schemas import DetokenizeBody, Message, TokenizeBody
 from polysilicon.server.service import Service
 
 
@@ -30,7 +31,8 @@ def tokens_router(service: Service) -> APIRouter:
             special = body.add_special_tokens is not False
             ids = await service.prompts.encode(body.prompt, add_special=special)
         else:
-            text = await chat_text(service, body, tools=body.tools, extra=body.chat_template_kwargs)
+            plan = await plan_chat(service, _chat(body, body.messages or []))
+            text = plan.text
             special = bool(body.add_special_tokens)
             ids = await service.prompts.encode(text, add_special=special)
         answer: dict[str, Any] = {
@@ -55,3 +57,13 @@ def tokens_router(service: Service) -> APIRouter:
         return json_text.response({"prompt": text})
 
     return router
+
+
+def _chat(body: TokenizeBody, messages: list[Message]) -> ChatInput:
+    return ChatInput(
+        messages=messages,
+        use=tool_use(body.tools, None, parallel=True),
+        extra=body.chat_template_kwargs or {},
+        add_generation_prompt=body.add_generation_prompt,
+        open_end=body.continue_final_message,
+    )

@@ -4,6 +4,7 @@
 #include "levels/attention_softmax.h"
 #include "levels/attention_store.h"
 #include "levels/attention_tiles.h"
+#include "levels/attention_turn.h"
 #if defined(__AVX512BF16__)
 #include "levels/attention_pairs.h"
 #endif
@@ -90,8 +91,8 @@ constexpr auto widen = nullptr;
 
 extern const AttentionKernels attention_kernels;
 const AttentionKernels attention_kernels = {
-    kRows,     kPairs,      padded_rows, pack_query, attend,
-    fold,      finish,      store_key,   store_value, widen, angles,
+    kRows, kPairs,    padded_rows, pack_query, attend, fold,
+    finish, store_key, store_value, turn,       widen,  angles,
 };
 
 }  // namespace polysilicon::PS_LEVEL

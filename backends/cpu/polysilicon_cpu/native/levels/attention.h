@@ -67,6 +67,8 @@ struct AttentionKernels {
   void (*store_key)(Storage storage, const float* key, int dim, int offset, void* unit);
   void (*store_value)(Storage storage, const float* value, int dim, int width, int offset,
                       void* unit);
+  // The Walsh-Hadamard transform of `polysilicon.backend.KV_DTYPES`; out may be x.
+  void (*turn)(const float* x, int dim, float* out);
   // Codes [rows][columns], `rows` even, as bf16 [rows / 2][columns][2]: an int8 unit's keys
   // [dim][16] or values [16][width] in the order for products of pairs. Null without these.
   void (*widen)(const std::uint8_t* codes, int rows, int columns, void* pairs);

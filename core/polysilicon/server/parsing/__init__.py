@@ -1,0 +1,1 @@
+"""Reasoning and tool calls, found in a model's text as it comes."""
