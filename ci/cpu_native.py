@@ -5,8 +5,8 @@
     python ci/cpu_native.py amx                  with AMX's tiles emulated, on AVX512
     python ci/cpu_native.py --sanitize thread    under a sanitizer: thread, address or undefined
 
-Builds tests/backends/cpu/native and runs it: self-tests, and products, attention, norms and sampling
-against float64 at every level. Fails at the first result out of bounds, and names its case.
+Builds tests/backends/cpu/native and runs it: self-tests, and products, attention, norms and
+sampling against float64 at every level. Fails at the first result out of bounds, naming its case.
 """
 
 from __future__ import annotations

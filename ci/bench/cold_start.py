@@ -67,10 +67,8 @@ def main() -> None:
             if pair:  # the first one warms the page cache
                 runs[name].append(passed)
     print(f"{options.model.name}, {processor.name()}, seconds to the first token, medians of pairs")
-    for name, passed in runs.items():
-        print(
-            f"{name:18} {statistics.median(passed):6.2f} ({min(passed):.2f} to {max(passed):.2f})"
-        )
+    for name, times in runs.items():
+        print(f"{name:18} {statistics.median(times):6.2f} ({min(times):.2f} to {max(times):.2f})")
     if len(runs) == 2:
         ratio = statistics.median(b / a for a, b in zip(*runs.values(), strict=True))
         print(f"llama-cpp-python takes {ratio:.2f} times as long")

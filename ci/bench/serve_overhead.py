@@ -151,6 +151,7 @@ def main() -> None:
     print_pair("med", medians)
     if options.json:
         report = {name: value for name, value in vars(options).items() if name != "json"}
+        report["model"] = os.path.basename(options.model)
         report |= {"cores": cores, "medians": medians, "pairs": pairs}
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 

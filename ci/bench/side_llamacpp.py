@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import llama_cpp
 import numpy as np
@@ -72,7 +73,7 @@ class LlamaCpp:
             llama_cpp.llama_memory_seq_rm(memory, stream, tokens, -1)
         return streams * (output - 1) / seconds
 
-    def _step(self, context: object, batch: object, streams: int, position: int) -> None:
+    def _step(self, context: object, batch: Any, streams: int, position: int) -> None:
         batch.n_tokens = streams
         for stream in range(streams):
             batch.token[stream] = (position * 31 + stream * 7) % self._model.vocab_size

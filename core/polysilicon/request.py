@@ -144,9 +144,9 @@ class Request:
 
     prompt: token ids, at least one. adapter: name of a loaded LoRA adapter, or None. salt: cached
     KV is shared only among requests of equal salt. priority: smaller comes first. slo: over the
-    engine's default. grammar: what the output must be, or None. arrival: when it came, in seconds of
-    time.monotonic(), None for now. embed: nothing is generated; the result is the prompt's hidden
-    state, the mean over its tokens or the last one's, and max_tokens must be 0.
+    engine's default. grammar: what the output must be, or None. arrival: when it came, in seconds
+    of time.monotonic(), None for now. embed: nothing is generated; the result is the prompt's
+    hidden state, the mean over its tokens or the last one's, and max_tokens must be 0.
     """
 
     id: str

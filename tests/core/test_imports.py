@@ -23,7 +23,10 @@ PURE_STANDARD = {
     "__future__", "abc", "array", "bisect", "collections", "copy", "dataclasses", "enum",
     "functools", "hashlib", "heapq", "itertools", "math", "operator", "struct", "types", "typing",
 }  # fmt: skip
-CONTRACT = {"polysilicon.backend", "polysilicon.executor", "polysilicon.hookspecs"}
+CONTRACT = {
+    "polysilicon.backend", "polysilicon.device_checks", "polysilicon.executor",
+    "polysilicon.host_memory", "polysilicon.hookspecs",
+}  # fmt: skip
 
 
 def imports(source: str, package: str = "") -> Iterator[tuple[int, str]]:

@@ -15,13 +15,14 @@ from polysilicon.backend import (
     Forward,
     KVSpec,
     MemoryInfo,
-    OutOfMemory,
     PendingOutputs,
     SamplingBatch,
     Shard,
     Weight,
 )
-from polysilicon_cpu import levels, library, placement, processor
+from polysilicon.device_checks import check_adapter_spec, check_kv_spec
+from polysilicon.host_memory import check_fits, free_memory, total_memory
+from polysilicon_cpu import levels, library, placement
 from polysilicon_cpu.calls import ArrayPool, InFlight
 from polysilicon_cpu.handles import MatrixHandle, VectorHandle, place, placed_bytes
 from polysilicon_cpu.options import Options
@@ -30,9 +31,6 @@ from polysilicon_cpu.program import CPUProgram, PendingStep
 from polysilicon_cpu.recording import Recording
 from polysilicon_cpu.sampling import CPUPendingTokens, sample
 from polysilicon_cpu.trace import RecordingOps
-
-_SMALL = 4 << 20
-"""Bytes so few that asking the system how many are free takes longer than placing them."""
 
 _COMPUTE = {"auto": "int8", "int8": "int8", "bf16": "bf16", "f32": "f32"}
 
@@ -96,27 +94,22 @@ class CPUDevice(Device):
         self, parts: Sequence[Weight], shard: Shard | None = None
     ) -> MatrixHandle | VectorHandle:
         self.open_pointer()
-        _check_fits("weights", placed_bytes(parts, shard))
+        check_fits("weights", placed_bytes(parts, shard))
         handle = place(self, parts, shard, self.options.activations)
         self._handles.add(handle)
         return handle
 
     def kv_pool(self, spec: KVSpec, pages: int) -> CPUKVPool:
         self.open_pointer()
-        if spec.page_size not in self.capabilities.page_sizes:
-            raise ValueError(f"page size {spec.page_size} is not one of the device's")
-        _check_fits("KV pages", spec.page_bytes * pages)
+        check_kv_spec(spec, self.capabilities)
+        check_fits("KV pages", spec.page_bytes * pages)
         pool = CPUKVPool(self, spec, pages)
         self._kv_pools.add(pool)
         return pool
 
     def adapter_pool(self, spec: AdapterSpec, slots: int) -> CPUAdapterPool:
         self.open_pointer()
-        if slots > self.capabilities.adapters or spec.max_rank > self.capabilities.max_adapter_rank:
-            raise ValueError(
-                f"an adapter pool has at most {self.capabilities.adapters} slots of rank "
-                f"{self.capabilities.max_adapter_rank}"
-            )
+        check_adapter_spec(spec, slots, self.capabilities)
         pool = CPUAdapterPool(self, spec, slots)
         self._adapter_pools.add(pool)
         return pool
@@ -137,8 +130,8 @@ class CPUDevice(Device):
         native, pointer = library.load(), self.open_pointer()
         workspace = native.ps_device_workspace(pointer) + self.arrays.nbytes
         return MemoryInfo(
-            total=processor.total_memory(),
-            free=processor.free_memory(),
+            total=total_memory(),
+            free=free_memory(),
             used={
                 "weights": sum(handle.nbytes for handle in self._handles),
                 "kv": sum(pool.nbytes for pool in self._kv_pools),
@@ -174,12 +167,3 @@ class CPUDevice(Device):
 def _interleaved(nodes: Sequence[int]) -> int:
     """The NUMA nodes among which memory is spread, as bits: none where there is one."""
     return sum(1 << node for node in nodes if node < 64) if len(nodes) > 1 else 0
-
-
-def _check_fits(what: str, size: int) -> None:
-    """The system gives address space for more than there is, and ends the process on use."""
-    if size < _SMALL:
-        return
-    free = processor.free_memory()
-    if size > free:
-        raise OutOfMemory(f"{size:,} bytes of {what} do not fit in the {free:,} that are free")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from polysilicon.backend import Dense, GroupAffine, GroupFloat, Handle, Shard, SuperScaled, Weight
+from polysilicon.device_checks import check_parts, shard_window
 from polysilicon_cpu import library
 from polysilicon_cpu.arrays import Array, Float32, address, aligned
 
@@ -94,24 +95,14 @@ def place(
     device: CPUDevice, parts: Sequence[Weight], shard: Shard | None, activations: str
 ) -> VectorHandle | MatrixHandle:
     """See `Device.put`."""
-    if not parts:
-        raise ValueError("put takes at least one part")
-    axis = -1 if len(parts[0].shape) == 1 else -2
-    frames = {
-        tuple(size for i, size in enumerate(p.shape) if i != len(p.shape) + axis) for p in parts
-    }
-    if len(frames) > 1 or not 1 <= len(parts[0].shape) <= 3:
-        shapes = ", ".join(str(part.shape) for part in parts)
-        raise ValueError(f"parts of one product differ in their outputs only, got {shapes}")
+    check_parts(parts, shard)
     if len(parts[0].shape) == 1:
         return _place_vector(parts, shard)
     return _place_matrix(device, parts, shard, activations)
 
 
 def _place_vector(parts: Sequence[Weight], shard: Shard | None) -> VectorHandle:
-    if shard is not None and shard.axis == "columns":
-        raise ValueError("a vector has no columns to shard; place it whole, or by rows")
-    cut = [part.dequantize()[slice(*_window(part.shape[0], shard, "rows"))] for part in parts]
+    cut = [part.dequantize()[slice(*shard_window(part.shape[0], "rows", shard))] for part in parts]
     sizes = tuple(len(part) for part in cut)
     array = aligned(sum(sizes))
     np.concatenate(cut, out=array)
@@ -126,10 +117,11 @@ def _place_matrix(
     for description, part in zip(descriptions, parts, strict=True):
         _describe(part, description, kept)
         rows, columns = part.shape[-2:]
-        description.row_begin, description.row_end = _window(rows, shard, "rows")
-        description.column_begin, description.column_end = _window(columns, shard, "columns")
+        description.row_begin, description.row_end = shard_window(rows, "rows", shard)
+        window = shard_window(columns, "columns", shard)
+        description.column_begin, description.column_end = window
     error = library.ErrorText()
-    chosen = _ACTIVATIONS[_activations(parts, activations)]
+    chosen = _ACTIVATIONS[activations]
     pointer = library.load().ps_weight_create(
         device.pointer, descriptions, len(parts), chosen, ctypes.byref(error)
     )
@@ -142,23 +134,6 @@ def _place_matrix(
         inputs=descriptions[0].column_end - descriptions[0].column_begin,
         experts=parts[0].shape[0] if len(parts[0].shape) == 3 else None,
     )
-
-
-def _activations(parts: Sequence[Weight], wanted: str) -> str:
-    """What `auto` is for these weights: bf16 where all have 8 bits, as heads mostly do. Their speed
-    is that of the memory anyway, and errors of a head go into the logits undiminished."""
-    precise = all(isinstance(part, GroupAffine) and part.bits == 8 for part in parts)
-    return "bf16" if wanted == "auto" and precise else wanted
-
-
-def _window(size: int, shard: Shard | None, axis: str) -> tuple[int, int]:
-    """The slice of an axis that a shard holds."""
-    if shard is None or shard.axis != axis:
-        return 0, size
-    if size % shard.ranks:
-        raise ValueError(f"{size} {axis} do not divide among {shard.ranks} ranks")
-    length = size // shard.ranks
-    return shard.rank * length, (shard.rank + 1) * length
 
 
 def _describe(part: Weight, description: library.PartDescription, kept: list[Array]) -> None:

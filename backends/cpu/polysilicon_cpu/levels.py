@@ -79,7 +79,9 @@ def check(level: str) -> str:
 
 
 def details() -> Mapping[str, str]:
-    """What `polysilicon backends` prints beside the level: those that should run and do not."""
+    """What `polysilicon backends` prints beside the level: others, and those that do not run."""
     chosen = built().index(choose())
+    others = [level for level in built()[chosen + 1 :] if supported(level)]
     failed = [f"{level} ({failure(level)})" for level in built()[:chosen] if supported(level)]
-    return {"disabled": f"disabled: {', '.join(failed)}"} if failed else {}
+    lists = {"other levels": others, "disabled": failed}
+    return {key: f"{key}: {', '.join(values)}" for key, values in lists.items() if values}

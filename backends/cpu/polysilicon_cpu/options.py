@@ -13,8 +13,8 @@ MAX_THREADS = 1024
 class Options:
     """threads: how many compute, None for one a physical core that the container may use.
     level: instruction-set level, None for the best that runs.
-    activations: what inputs of products are rounded to: `bf16`, `int8`, `f32`, or `auto`, the fast
-        choice by encoding and row count.
+    activations: what inputs of products are rounded to: `bf16`, `int8`, `f32`, or `auto`: int8 with
+        a second term where inputs are large, and bf16 for weights that are floats.
     deterministic: results are bitwise independent of what else is in the batch.
     pin: threads are bound to their cores. Off by default: where anything else needs the cores (the
         server's own process does), a bound thread waits for its core while another one is idle.
@@ -23,7 +23,7 @@ class Options:
 
     threads: int | None = None
     level: str | None = None
-    activations: str = "bf16"
+    activations: str = "auto"
     deterministic: bool = False
     pin: bool = False
     profile: bool = False
@@ -42,7 +42,7 @@ class Options:
             threads.isascii() and threads.isdigit() and 1 <= int(threads) <= MAX_THREADS
         ):
             raise ValueError(f"threads is a number from 1 to {MAX_THREADS}, got {threads!r}")
-        activations = given.get("activations", "bf16")
+        activations = given.get("activations", cls.activations)
         if activations not in ACTIVATIONS:
             raise ValueError(f"activations is one of {', '.join(ACTIVATIONS)}, got {activations!r}")
         return cls(

@@ -22,6 +22,7 @@ class CPUBackend:
     priority = 0
 
     def probe(self) -> Sequence[DeviceInfo] | Unavailable:
+        from polysilicon.host_memory import total_memory
         from polysilicon_cpu import levels, library, placement, processor
 
         try:
@@ -33,7 +34,7 @@ class CPUBackend:
         return (
             DeviceInfo(
                 name=processor.name(),
-                memory=processor.total_memory(),
+                memory=total_memory(),
                 details={
                     "level": level,
                     **placement.details(places),

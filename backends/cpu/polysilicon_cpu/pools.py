@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,16 @@ from polysilicon.backend import (
     AdapterPool,
     AdapterSpec,
     AdapterWeights,
-    DeviceError,
     KVPool,
     KVSpec,
     Plane,
+)
+from polysilicon.device_checks import (
+    adapter_factors,
+    check_adapter_slot,
+    check_block_headers,
+    check_indexes,
+    check_pages,
 )
 from polysilicon_cpu import library
 from polysilicon_cpu.arrays import Array, address
@@ -79,7 +85,7 @@ class CPUKVPool(KVPool):
         if len(source) != len(target):
             raise ValueError(f"copy of {len(source)} slots to {len(target)}")
         for slots in (source, target):
-            _check_indexes("slots", slots, self.pages * self.spec.page_size)
+            check_indexes("slots", slots, self.pages * self.spec.page_size)
         first, second = (np.ascontiguousarray(slots, np.int32) for slots in (source, target))
         ticket = library.load().ps_kv_copy(
             device, pointer, address(first), address(second), len(first)
@@ -96,14 +102,7 @@ class CPUKVPool(KVPool):
 
     def write(self, pages: Sequence[int], data: npt.NDArray[np.uint8]) -> PendingWork:
         index = self._checked(pages, data)
-        header = np.frombuffer(self.spec.block_header(), np.uint8)
-        if not np.array_equal(
-            data[..., : header.size], np.broadcast_to(header, (*data.shape[:2], header.size))
-        ):
-            raise ValueError(
-                f"these KV blocks are not of group {self.spec.name!r}: their headers differ in "
-                "version, layers, planes or dtypes; use blocks of the same model and KV dtype"
-            )
+        check_block_headers(self.spec, data)
         return self._transfer("ps_kv_write", index, np.ascontiguousarray(data))
 
     def close(self) -> None:
@@ -136,13 +135,7 @@ class CPUKVPool(KVPool):
 
     def _checked(self, pages: Sequence[int], data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int32]:
         self.check_open()
-        spec = self.spec
-        shape = (len(pages), spec.page_size // spec.block, spec.block_bytes)
-        if data.shape != shape or data.dtype != np.uint8:
-            raise ValueError(f"canonical pages are uint8 {shape}, got {data.dtype} {data.shape}")
-        index = np.asarray(pages, np.int64)
-        _check_indexes("pages", index, self.pages)
-        return index.astype(np.int32)
+        return check_pages(self.spec, pages, self.pages, data).astype(np.int32)
 
 
 class CPUAdapterPool(AdapterPool):
@@ -195,31 +188,14 @@ class CPUAdapterPool(AdapterPool):
         self._check_slot(slot)
         factors: list[library.AdapterFactors] = []
         kept: list[Array] = []
-        for name, parts in weights.items():
-            target = self.spec.targets.get(name)
-            if target is None or len(parts) != len(target.outputs):
-                raise ValueError(f"adapter target {name!r} is not one of the pool's")
-            for index, (part, outputs) in enumerate(zip(parts, target.outputs, strict=True)):
-                if part is None:
-                    continue
-                down, up = (np.array(matrix, np.float32, order="C") for matrix in part)
-                rank = down.shape[0]
-                if down.shape != (rank, target.inputs) or up.shape != (outputs, rank):
-                    raise ValueError(
-                        f"adapter target {name!r} takes A [r, {target.inputs}] and "
-                        f"B [{outputs}, r], got {down.shape} and {up.shape}"
-                    )
-                if rank > self.spec.max_rank:
-                    raise ValueError(
-                        f"adapter rank {rank} is above the pool's largest, {self.spec.max_rank}"
-                    )
-                kept += [down, up]
-                factors.append(
-                    library.AdapterFactors(
-                        target=self._places[name], part=index, rank=rank,
-                        down=address(down), up=address(up),
-                    )
-                )  # fmt: skip
+        for name, index, down, up in adapter_factors(self.spec, weights):
+            kept += [down, up]
+            factors.append(
+                library.AdapterFactors(
+                    target=self._places[name], part=index, rank=len(down),
+                    down=address(down), up=address(up),
+                )
+            )  # fmt: skip
         self._submit(slot, factors, kept)
 
     def clear(self, slot: int) -> None:
@@ -248,8 +224,7 @@ class CPUAdapterPool(AdapterPool):
 
     def _check_slot(self, slot: int) -> None:
         self.check_open()
-        if not 0 < slot < self.slots:
-            raise ValueError(f"adapter slots are 1..{self.slots - 1}, got {slot}")
+        check_adapter_slot(slot, self.slots)
 
 
 def _keys_and_values(spec: KVSpec) -> tuple[Plane, Plane]:
@@ -266,10 +241,3 @@ def _keys_and_values(spec: KVSpec) -> tuple[Plane, Plane]:
             "that are int8 (polysilicon.backend.kv_planes)"
         )
     return key, value
-
-
-def _check_indexes(what: str, indexes: npt.NDArray[Any], limit: int) -> None:
-    if indexes.size and (indexes.min() < 0 or indexes.max() >= limit):
-        raise DeviceError(
-            f"{what} must lie in 0..{limit - 1}, got {indexes.min()}..{indexes.max()}"
-        )

@@ -19,7 +19,7 @@ from polysilicon.bench.records import Failure, Record
 from polysilicon.bench.settings import Settings
 from polysilicon.bench.stream import CANNOT_CONNECT, stream
 from polysilicon.bench.target import ServerError, Target, find_target
-from polysilicon.bench.workloads import Ids, Item, salted, warm_up_prompts
+from polysilicon.bench.workloads import Item, salted, warm_up_prompts
 
 _GIVE_UP_SECONDS = 10.0
 """A run ends when for so long nobody has listened at the server's address."""
@@ -247,7 +247,7 @@ def _header(settings: Settings, target: Target, rate: float | None) -> dict[str,
         "url": target.url,
         "workload": settings.workload,
         "arrivals": _arrivals(settings, rate),
-        "prompts": "ids" if isinstance(target.prompts, Ids) else "text",
+        "prompts": target.form_of(settings.items),
         "seed": settings.seed,
     }
     if ramp_up is not None:

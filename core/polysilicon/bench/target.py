@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import aiohttp
 import msgspec
@@ -44,6 +44,13 @@ class Target:
     @property
     def address(self) -> str:
         return self.url + _PATHS[self.endpoint]
+
+    def form_of(self, items: Sequence[Item]) -> Literal["ids", "text", "recorded"]:
+        """How the prompts of a workload are put: as token ids, as words in their place, or as the
+        texts that they are."""
+        if all(isinstance(item.prompt, str) for item in items):
+            return "recorded"
+        return "ids" if isinstance(self.prompts, Ids) else "text"
 
     def body(self, item: Item) -> bytes:
         """The JSON body that asks for an item."""

@@ -15,8 +15,9 @@ from polysilicon.bench.serve import Result, detailed, measure
 from polysilicon.bench.settings import Settings
 from polysilicon.bench.tables import load_of, remarks, rows
 from polysilicon.bench.target import ServerError, Target
-from polysilicon.bench.workloads import Ids
 from polysilicon.commands.output import print_json, print_table
+
+_TEXT_NOTE = "prompts go as words, about one a token: token ids are not taken here"
 
 
 def run_load(
@@ -71,8 +72,9 @@ async def _measure(settings: Settings, results: list[Result]) -> None:
         failed = 0
 
         def found(target: Target) -> None:
-            form = "token ids" if isinstance(target.prompts, Ids) else "text"
-            shown.update(bar, description=f"{target.model}, prompts as {form}")
+            shown.update(bar, description=target.model)
+            if target.form_of(settings.items) == "text" and settings.prompt_form == "auto":
+                print(f"polysilicon: {_TEXT_NOTE}", file=sys.stderr)
 
         def done(record: Record) -> None:
             nonlocal failed

@@ -132,7 +132,12 @@ def serve(
     ] = 1.0,
     seed: Annotated[
         int,
-        typer.Option(min=0, help="Of prompts and arrivals.", rich_help_panel=_PROMPTS),
+        typer.Option(
+            min=0,
+            help="Of prompts and arrivals. A prefix cache knows a seed's prompts once it has seen "
+            "them.",
+            rich_help_panel=_PROMPTS,
+        ),
     ] = 0,
     request_rate: Annotated[
         str | None,

@@ -367,15 +367,16 @@ class Engine:
             )
             core = time.perf_counter()
             previous = last.pending if last else None
+            embeds = self._embedding and any(s.sequence in self._embedding for s in step.scheduled)
             states = None
             try:
-                if self._embedding.isdisjoint(share.sequence for share in step.scheduled):
-                    pending = self.executor.step(
+                if embeds:
+                    assert isinstance(self.executor, EmbeddingExecutor)
+                    pending, states = self.executor.embed(
                         arrays.batch, arrays.sampling, step.copies, previous
                     )
                 else:
-                    assert isinstance(self.executor, EmbeddingExecutor)
-                    pending, states = self.executor.embed(
+                    pending = self.executor.step(
                         arrays.batch, arrays.sampling, step.copies, previous
                     )
             except OutOfMemory:

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from polysilicon.backend import Batch, DeviceError
-from polysilicon.reference.pools import ReferenceKVPool, check_indexes
+from polysilicon.device_checks import check_indexes
+from polysilicon.reference.pools import ReferenceKVPool
 
 Float32 = npt.NDArray[np.float32]
 

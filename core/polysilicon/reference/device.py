@@ -28,14 +28,14 @@ from polysilicon.backend import (
     Weight,
     sample_on_host,
 )
+from polysilicon.device_checks import check_adapter_spec, check_indexes, check_kv_spec
+from polysilicon.host_memory import check_fits, free_memory, total_memory
 from polysilicon.reference.handles import ReferenceHandle, place, placed_bytes
-from polysilicon.reference.memory import free_memory, total_memory
 from polysilicon.reference.ops import ReferenceOps
 from polysilicon.reference.pools import (
     Completed,
     ReferenceAdapterPool,
     ReferenceKVPool,
-    check_indexes,
 )
 
 
@@ -60,27 +60,22 @@ class ReferenceDevice(Device):
 
     def put(self, parts: Sequence[Weight], shard: Shard | None = None) -> ReferenceHandle:
         self.check_open()
-        _check_fits("weights", placed_bytes(parts, shard))
+        check_fits("weights", placed_bytes(parts, shard))
         handle = place(parts, shard)
         self._handles.add(handle)
         return handle
 
     def kv_pool(self, spec: KVSpec, pages: int) -> ReferenceKVPool:
         self.check_open()
-        if spec.page_size not in self.capabilities.page_sizes:
-            raise ValueError(f"page size {spec.page_size} is not one of the device's")
-        _check_fits("KV pages", spec.page_bytes * pages)
+        check_kv_spec(spec, self.capabilities)
+        check_fits("KV pages", spec.page_bytes * pages)
         pool = ReferenceKVPool(spec, pages)
         self._kv_pools.add(pool)
         return pool
 
     def adapter_pool(self, spec: AdapterSpec, slots: int) -> ReferenceAdapterPool:
         self.check_open()
-        if slots > self.capabilities.adapters or spec.max_rank > self.capabilities.max_adapter_rank:
-            raise ValueError(
-                f"an adapter pool has at most {self.capabilities.adapters} slots of rank "
-                f"{self.capabilities.max_adapter_rank}"
-            )
+        check_adapter_spec(spec, slots, self.capabilities)
         pool = ReferenceAdapterPool(spec, slots)
         self._adapter_pools.add(pool)
         return pool
@@ -154,10 +149,3 @@ def _input_tokens(batch: Batch, sampled: SampledTokens | None) -> npt.NDArray[np
     tokens = batch.tokens.copy()
     tokens[taken] = sampled.tokens[rows]
     return tokens
-
-
-def _check_fits(what: str, size: int) -> None:
-    """numpy would get address space for more than there is, and the process be killed on use."""
-    free = free_memory()
-    if size > free:
-        raise OutOfMemory(f"{size:,} bytes of {what} do not fit in the {free:,} that are free")

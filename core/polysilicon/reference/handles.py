@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from polysilicon.backend import Handle, Shard, Weight
+from polysilicon.device_checks import check_parts, shard_window
 
 Float32 = npt.NDArray[np.float32]
 
@@ -37,15 +38,8 @@ def placed_bytes(parts: Sequence[Weight], shard: Shard | None) -> int:
 
 def place(parts: Sequence[Weight], shard: Shard | None) -> ReferenceHandle:
     """Dequantise, cut out the shard and fuse."""
-    if not parts:
-        raise ValueError("put takes at least one part")
+    check_parts(parts, shard)
     axis = -1 if len(parts[0].shape) == 1 else -2
-    frames = {
-        tuple(size for i, size in enumerate(p.shape) if i != len(p.shape) + axis) for p in parts
-    }
-    if len(frames) > 1 or not 1 <= len(parts[0].shape) <= 3:
-        shapes = ", ".join(str(part.shape) for part in parts)
-        raise ValueError(f"parts of one product differ in their outputs only, got {shapes}")
     arrays = [_cut(part.dequantize(), shard) for part in parts]
     return ReferenceHandle(
         # concatenate copies, so that nothing given stays in use
@@ -55,13 +49,7 @@ def place(parts: Sequence[Weight], shard: Shard | None) -> ReferenceHandle:
 
 
 def _cut(array: Float32, shard: Shard | None) -> Float32:
-    if shard is None:
-        return array
-    if shard.axis == "columns" and array.ndim == 1:
-        raise ValueError("a vector has no columns to shard; place it whole, or by rows")
-    axis = -1 if array.ndim == 1 or shard.axis == "columns" else -2
-    if array.shape[axis] % shard.ranks:
-        raise ValueError(
-            f"{array.shape[axis]} {shard.axis} do not divide among {shard.ranks} ranks"
-        )
-    return np.split(array, shard.ranks, axis=axis)[shard.rank]
+    rows = slice(*shard_window(array.shape[-2 if array.ndim > 1 else -1], "rows", shard))
+    if array.ndim == 1:
+        return array[rows]
+    return array[..., rows, slice(*shard_window(array.shape[-1], "columns", shard))]

@@ -18,10 +18,11 @@ from polysilicon.backend import (
     Rope,
     Routing,
 )
+from polysilicon.device_checks import check_indexes
 from polysilicon.reference.attention import paged_attention
 from polysilicon.reference.handles import weights_of
 from polysilicon.reference.moe import route
-from polysilicon.reference.pools import ReferenceAdapterPool, ReferenceKVPool, check_indexes
+from polysilicon.reference.pools import ReferenceAdapterPool, ReferenceKVPool
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping, Sequence
 
 from polysilicon.backend import CONTRACT_VERSION, Backend, Device, DeviceInfo, hookimpl
-from polysilicon.reference.memory import total_memory
+from polysilicon.host_memory import total_memory
 
 
 class ReferenceBackend:

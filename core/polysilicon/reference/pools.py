@@ -18,6 +18,13 @@ from polysilicon.backend import (
     KVPool,
     KVSpec,
 )
+from polysilicon.device_checks import (
+    adapter_factors,
+    check_adapter_slot,
+    check_block_headers,
+    check_indexes,
+    check_pages,
+)
 
 Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
@@ -32,14 +39,6 @@ class Completed(Generic[Result]):
 
     def result(self) -> Result:
         return self.value
-
-
-def check_indexes(what: str, indexes: Array, limit: int) -> None:
-    """Refuse indexes that numpy would count from the end, or fail on without naming them."""
-    if indexes.size and (indexes.min() < 0 or indexes.max() >= limit):
-        raise DeviceError(
-            f"{what} must lie in 0..{limit - 1}, got {indexes.min()}..{indexes.max()}"
-        )
 
 
 def turn(values: Float32) -> Float32:
@@ -123,34 +122,27 @@ class ReferenceKVPool(KVPool):
 
     def read(self, pages: Sequence[int], into: npt.NDArray[np.uint8]) -> Completed[None]:
         header = np.frombuffer(self.spec.block_header(), np.uint8)
-        blocks = self._blocks_of(pages, into)
-        blocks[..., : header.size] = header
-        index = self._page_index(pages)
+        self._check_open()
+        index = check_pages(self.spec, pages, self.pages, into)
+        into[..., : header.size] = header
         position = header.size
         for layer, plane, size in self._block_parts():
             planes = self._paged(plane)[layer, index]
             # [page, block, slot, head, dim] to [page, block, head, slot, dim]
             data = np.ascontiguousarray(planes.swapaxes(2, 3)).view(np.uint8)
-            blocks[..., position : position + size] = data.reshape(*blocks.shape[:2], size)
+            into[..., position : position + size] = data.reshape(*into.shape[:2], size)
             position += size
         return Completed(None)
 
     def write(self, pages: Sequence[int], data: npt.NDArray[np.uint8]) -> Completed[None]:
-        header = np.frombuffer(self.spec.block_header(), np.uint8)
-        blocks = self._blocks_of(pages, data)
-        if not np.array_equal(
-            blocks[..., : header.size], np.broadcast_to(header, (*blocks.shape[:2], header.size))
-        ):
-            raise ValueError(
-                f"these KV blocks are not of group {self.spec.name!r}: their headers differ in "
-                "version, layers, planes or dtypes; use blocks of the same model and KV dtype"
-            )
-        index = self._page_index(pages)
-        position = header.size
+        self._check_open()
+        index = check_pages(self.spec, pages, self.pages, data)
+        check_block_headers(self.spec, data)
+        position = len(self.spec.block_header())
         for layer, plane, size in self._block_parts():
             target = self._paged(plane)
             _, _, count, block, heads, dim = target.shape
-            part = np.ascontiguousarray(blocks[..., position : position + size])
+            part = np.ascontiguousarray(data[..., position : position + size])
             values = part.view(target.dtype).reshape(len(index), count, heads, block, dim)
             target[layer, index] = values.swapaxes(2, 3)
             position += size
@@ -163,21 +155,6 @@ class ReferenceKVPool(KVPool):
     def _check_open(self) -> None:
         if self._closed:
             raise DeviceError(f"KV pool {self.spec.name!r} is closed")
-
-    def _blocks_of(
-        self, pages: Sequence[int], data: npt.NDArray[np.uint8]
-    ) -> npt.NDArray[np.uint8]:
-        self._check_open()
-        spec = self.spec
-        shape = (len(pages), spec.page_size // spec.block, spec.block_bytes)
-        if data.shape != shape or data.dtype != np.uint8:
-            raise ValueError(f"canonical pages are uint8 {shape}, got {data.dtype} {data.shape}")
-        return data
-
-    def _page_index(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
-        index = np.asarray(pages, np.int64)
-        check_indexes("pages", index, self.pages)
-        return index
 
     def _paged(self, plane: str) -> Array:
         """A view `[layers, pages, blocks, block, heads, dim]`."""
@@ -226,27 +203,9 @@ class ReferenceAdapterPool(AdapterPool):
     def write(self, slot: int, weights: AdapterWeights) -> None:
         self._check_slot(slot)
         adapter: dict[str, list[tuple[Float32, Float32] | None]] = {}
-        for name, parts in weights.items():
-            target = self.spec.targets.get(name)
-            if target is None or len(parts) != len(target.outputs):
-                raise ValueError(f"adapter target {name!r} is not one of the pool's")
-            adapter[name] = []
-            for part, outputs in zip(parts, target.outputs, strict=True):
-                if part is None:
-                    adapter[name].append(None)
-                    continue
-                down, up = (np.array(matrix, np.float32) for matrix in part)
-                rank = down.shape[0]
-                if down.shape != (rank, target.inputs) or up.shape != (outputs, rank):
-                    raise ValueError(
-                        f"adapter target {name!r} takes A [r, {target.inputs}] and "
-                        f"B [{outputs}, r], got {down.shape} and {up.shape}"
-                    )
-                if rank > self.spec.max_rank:
-                    raise ValueError(
-                        f"adapter rank {rank} is above the pool's largest, {self.spec.max_rank}"
-                    )
-                adapter[name].append((down, up))
+        for name, index, down, up in adapter_factors(self.spec, weights):
+            parts = adapter.setdefault(name, [None] * len(self.spec.targets[name].outputs))
+            parts[index] = (down, up)
         self._adapters[slot] = adapter
 
     def clear(self, slot: int) -> None:
@@ -259,8 +218,7 @@ class ReferenceAdapterPool(AdapterPool):
 
     def _check_slot(self, slot: int) -> None:
         self._check_open()
-        if not 0 < slot < self.slots:
-            raise ValueError(f"adapter slots are 1..{self.slots - 1}, got {slot}")
+        check_adapter_slot(slot, self.slots)
 
     def _check_open(self) -> None:
         if self._closed:

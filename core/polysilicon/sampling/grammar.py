@@ -31,8 +31,11 @@ MOST_BYTES = 1 << 18
 """Of a grammar's text."""
 
 MOST_CHOICES = 10_000
-MOST_CACHED = 64
+MOST_CACHED = 32
 """Compiled grammars that are kept."""
+
+_THREADS = 2
+"""So that one which is hard to compile does not hold up the others."""
 
 _PARALLEL = 8
 """Masks from which on they are computed by several threads."""
@@ -160,7 +163,7 @@ class GrammarState:
 
 
 class Grammars:
-    """Compiles grammars for one model, in a thread of its own.
+    """Compiles grammars for one model, in threads of its own.
 
     vocab_size: width of the model's logits. eos_ids: tokens that end a text; there may be none.
     """
@@ -170,10 +173,10 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_ids = sorted(token for token in eos_ids if 0 <= token < vocab_size)
         self._compiled: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
+        self._threads = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="grammars")
         self._lock = threading.Lock()
         self._tokens: LLTokenizer | None = None
-        self._trial: GrammarTrial | None = None
+        self._trials: dict[int, GrammarTrial] = {}
         self._executor: LLExecutor | None = None
 
     def warm(self) -> None:
@@ -186,7 +189,7 @@ class Grammars:
         malformed, cannot be held, or is too large."""
         future = self._compiled.get(grammar)
         if future is None or (future.done() and future.exception() is not None):
-            future = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+            future = self._compiled[grammar] = self._threads.submit(self._compile, grammar)
         self._compiled.move_to_end(grammar)
         for old in list(self._compiled)[: max(0, len(self._compiled) - MOST_CACHED)]:
             if self._compiled[old].done():
@@ -216,12 +219,12 @@ class Grammars:
             state.mask = masks[row, : -(-self._vocab_size // 32)]
 
     def close(self) -> None:
-        """End the thread and what it has started."""
-        if self._trial is not None:
-            self._trial.kill()
-        self._thread.shutdown(wait=True, cancel_futures=True)
-        if self._trial is not None:
-            self._trial.close()
+        """End the threads and what they have started."""
+        for trial in list(self._trials.values()):
+            trial.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for trial in self._trials.values():
+            trial.close()
 
     @property
     def _padded_vocab_size(self) -> int:
@@ -244,9 +247,8 @@ class Grammars:
         from polysilicon.sampling.grammar_trial import GrammarTrial, compiled
 
         text = source(grammar)
-        if self._trial is None:
-            self._trial = GrammarTrial()
-        error = self._trial.error(text)
+        trial = self._trials.setdefault(threading.get_ident(), GrammarTrial())
+        error = trial.error(text)
         if error is None:
             matcher = compiled(self._token_trie(), text)
             if not matcher.is_error():

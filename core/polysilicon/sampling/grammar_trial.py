@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import selectors
 import subprocess
 import sys
@@ -19,11 +20,11 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-SECONDS = 5
+SECONDS = 8
 """Processor time that one grammar's trial may take."""
 
-MOST_BYTES = 1 << 30
-"""Address space of the child."""
+MOST_BYTES = 1 << 27
+"""Memory that one grammar's trial may take, where the kernel keeps to such bounds."""
 
 _WALL_SECONDS = 60.0
 _COMPILE_STACK = 64 << 20
@@ -84,6 +85,8 @@ class GrammarTrial:
                 stderr=subprocess.DEVNULL,
                 text=True,
                 encoding="utf-8",
+                # Every thread of its own would otherwise reserve address space of its own.
+                env={**os.environ, "MALLOC_ARENA_MAX": "1"},
             )
         child = self._child
         assert child.stdin is not None
@@ -99,7 +102,7 @@ class GrammarTrial:
             return error
         self.close()
         return (
-            f"it takes more than {SECONDS} s or {MOST_BYTES >> 30} GiB to compile, or nests too "
+            f"it takes more than {SECONDS} s or {MOST_BYTES >> 20} MiB to compile, or nests too "
             "deeply: make it simpler"
         )
 
@@ -161,10 +164,14 @@ def _walk(matcher: LLMatcher) -> str:
 
 
 def _limit_memory() -> None:
+    """Bound the address space anew; without /proc there is no telling what is in use already."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + _COMPILE_STACK + MOST_BYTES, hard))
 
 
 def _limit_time() -> None:
@@ -181,8 +188,8 @@ def _limit_time() -> None:
 def main() -> None:
     """The child: answers every line until its input ends."""
     tokenizer = byte_tokenizer()
-    _limit_memory()
     for line in sys.stdin:
+        _limit_memory()
         _limit_time()
         matcher = compiled(tokenizer, json.loads(line))
         error = matcher.get_error()

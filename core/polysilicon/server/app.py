@@ -13,6 +13,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from polysilicon.errors import PolysiliconError
+from polysilicon.server.anthropic import failures as anthropic_failures
+from polysilicon.server.anthropic.messages import messages_router
+from polysilicon.server.anthropic.schemas import CountTokensBody, MessagesBody
 from polysilicon.server.bodies import SCHEMA_REFERENCE, Body
 from polysilicon.server.connection import ClientGone
 from polysilicon.server.dispatcher import Dispatcher
@@ -23,6 +26,8 @@ from polysilicon.server.openai.completions import completions_router
 from polysilicon.server.openai.embeddings import embeddings_router
 from polysilicon.server.openai.failures import failure_response
 from polysilicon.server.openai.models import models_router
+from polysilicon.server.openai.responses import responses_router
+from polysilicon.server.openai.responses_schema import ResponsesBody
 from polysilicon.server.openai.schemas import (
     ChatBody,
     CompletionBody,
@@ -41,15 +46,20 @@ logger = logging.getLogger(__name__)
 _BODIES: tuple[type[Body], ...] = (
     ChatBody,
     CompletionBody,
-    EmbeddingBody,
-    TokenizeBody,
+    CountTokensBody,
     DetokenizeBody,
+    EmbeddingBody,
+    MessagesBody,
+    ResponsesBody,
+    TokenizeBody,
 )
 _ROUTERS = (
     chat_router,
     completions_router,
     embeddings_router,
+    messages_router,
     models_router,
+    responses_router,
     tokens_router,
     operations_router,
     monitoring_router,
@@ -85,6 +95,8 @@ def create_app(dispatcher: Dispatcher, settings: Settings) -> FastAPI:
 
 def _respond(path: str, error: ApiError) -> Response:
     """An error in the form that the path's clients read."""
+    if path.startswith("/v1/messages"):
+        return anthropic_failures.failure_response(error)
     return failure_response(error)
 
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from polysilicon.request import Grammar
 from polysilicon.server.errors import invalid
 from polysilicon.server.events import OutputParser
 from polysilicon.server.parsing.tool_calls import FirstCall, NamedCall, RequiredCalls
 from polysilicon.server.service import Service
-from polysilicon.server.tool_schemas import calls_schema
+from polysilicon.server.tools import Tool, ToolUse, calls_schema
 
 _MOST_MESSAGES = 10_000
 _RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -22,39 +22,12 @@ Message = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Tool:
-    """A function that the model may call. parameters: a JSON schema, None for none."""
-
-    name: str
-    description: str | None = None
-    parameters: Mapping[str, Any] | None = None
-
-    def openai(self) -> dict[str, Any]:
-        """In the form that templates read."""
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
-        function["parameters"] = self.parameters or {"type": "object", "properties": {}}
-        return {"type": "function", "function": function}
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class ToolUse:
-    """tools: that the model is told of. choice: whether it calls; `named` calls the only tool.
-    parallel: whether one answer may hold several calls."""
-
-    tools: Sequence[Tool] = ()
-    choice: Literal["none", "auto", "required", "named"] = "auto"
-    parallel: bool = True
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class ChatInput:
     """A chat in the form of OpenAI's messages. extra: further variables of the template.
     open_end: go on with the last message."""
 
     messages: Sequence[Message]
-    use: ToolUse = ToolUse()
+    use: ToolUse = dataclasses.field(default_factory=ToolUse)
     documents: Sequence[Mapping[str, Any]] | None = None
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     add_generation_prompt: bool = True

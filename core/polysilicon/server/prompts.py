@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, TypeVar
 
 from polysilicon.chat import ChatTemplate
@@ -32,9 +33,6 @@ class Prompts:
         self._template = template
         self._no_chat = no_chat
         self._max_length = max_length
-        self._longest_token = max(
-            (len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)), default=1
-        )
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="prompts")
 
     async def encode(self, text: str, *, add_special: bool) -> tuple[int, ...]:
@@ -42,8 +40,7 @@ class Prompts:
 
         Raises ApiError (400) for a text that no context could hold, without encoding it."""
         max_length = self._max_length()
-        most = (max_length + 2) * self._longest_token
-        if len(text) > most:
+        if len(text) > max_length and len(text) > (max_length + 2) * self._longest_token:
             raise invalid(
                 f"the prompt has {len(text):,} characters, which cannot fit into the context of "
                 f"{max_length:,} tokens: shorten it",
@@ -81,9 +78,11 @@ class Prompts:
 
         return await self._in_thread(work)
 
-    def close(self) -> None:
-        """End the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+    @cached_property
+    def _longest_token(self) -> int:
+        """Bytes of the longest token."""
+        tokenizer = self._tokenizer
+        return max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
 
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import uvicorn
 
@@ -43,6 +44,14 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return uvloop.new_event_loop
 
 
+def _http_protocol() -> type[asyncio.Protocol] | Literal["h11"]:
+    try:
+        from polysilicon.server.http_protocol import BoundedHeadProtocol
+    except ImportError:  # Without httptools; h11 has bounds of its own.
+        return "h11"
+    return BoundedHeadProtocol
+
+
 async def _serve(config: Config, path: Path) -> None:
     settings = Settings.from_config(config, path)
     # Before the model is loaded, so that a port in use costs no time.
@@ -59,6 +68,7 @@ async def _serve(config: Config, path: Path) -> None:
             server = _Server(
                 uvicorn.Config(
                     app,
+                    http=_http_protocol(),
                     log_level="warning",
                     access_log=False,
                     lifespan="off",

@@ -56,6 +56,7 @@ class Answer:
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
+    embedding: tuple[float, ...] = ()
 
     def take(self, output: RequestOutput) -> None:
         assert self.finish_reason is None, "news of a choice that has ended"
@@ -66,6 +67,7 @@ class Answer:
         self.num_cached_tokens += output.num_cached_tokens
         self.finish_reason = output.finish_reason
         self.error = output.error
+        self.embedding = output.embedding
 
 
 Answers = dict[Choice, Answer]

@@ -32,8 +32,9 @@ from polysilicon.backend import (
     Weight,
     sample_on_host,
 )
+from polysilicon.device_checks import check_indexes, check_kv_spec
 from polysilicon.reference.device import ReferenceDevice
-from polysilicon.reference.pools import ReferenceAdapterPool, ReferenceKVPool, check_indexes
+from polysilicon.reference.pools import ReferenceAdapterPool, ReferenceKVPool
 from polysilicon.testing.lazy_batches import (
     Watched,
     check_batch,
@@ -100,8 +101,7 @@ class LazyDevice(Device):
         return self.inner.put(parts, shard)
 
     def kv_pool(self, spec: KVSpec, pages: int) -> KVPool:
-        if spec.page_size not in self.capabilities.page_sizes:
-            raise ValueError(f"page size {spec.page_size} is not one of the device's")
+        check_kv_spec(spec, self.capabilities)
         return LazyKVPool(self, self.inner.kv_pool(spec, pages))
 
     def adapter_pool(self, spec: AdapterSpec, slots: int) -> AdapterPool:

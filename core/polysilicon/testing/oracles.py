@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -55,12 +56,14 @@ def stored(values: Float64, kv_dtype: str) -> Float64:
     return np.asarray(np.round(codes) * scale @ turn)
 
 
+@functools.cache
 def hadamard(dim: int) -> Float64:
     """The symmetric, orthogonal matrix by which int8 KV is turned: a sign for every pair of indexes
     in one block, by the parity of the bits that both have."""
     block = dim & -dim
     signs = [[(-1) ** (i & j).bit_count() for j in range(block)] for i in range(block)]
-    return np.kron(np.eye(dim // block), np.array(signs) / math.sqrt(block))
+    blocks = np.kron(np.eye(dim // block), np.array(signs) / math.sqrt(block))
+    return np.asarray(blocks, np.float64)
 
 
 def sigmoid(x: Float64) -> Float64:
@@ -94,26 +97,24 @@ def attend(
     softcap: float | None = None,
     sinks: Float64 | None = None,
 ) -> Float64:
-    """Attention of one sequence, a query and a head at a time.
+    """Attention of one sequence, a query at a time.
 
     queries `[n, H, Dh]`, keys `[C, Hk, Dh]`, values `[C, Hk, Dv]`, visible `[n, C]`; `[n, H * Dv]`.
     """
-    count, heads, _ = queries.shape
-    per_key_head = heads // keys.shape[1]
-    output = np.zeros((count, heads, values.shape[2]))
+    count, heads, dim = queries.shape
+    groups = (keys.shape[1], heads // keys.shape[1])
+    output = np.zeros((count, *groups, values.shape[2]))
     for row in range(count):
         seen = np.flatnonzero(visible[row])
         if not len(seen):
             continue
-        for head in range(heads):
-            key_head = head // per_key_head
-            scores = keys[seen, key_head] @ queries[row, head] * scale
-            if softcap is not None:
-                scores = softcap * np.tanh(scores / softcap)
-            top = scores.max()
-            weights = np.exp(scores - top)
-            total = weights.sum()
-            if sinks is not None:
-                total += np.exp(sinks[head] - top)
-            output[row, head] = weights @ values[seen, key_head] / total
+        scores = queries[row].reshape(*groups, dim) @ keys[seen].transpose(1, 2, 0) * scale
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        top = scores.max(axis=-1, keepdims=True)
+        weights = np.exp(scores - top)
+        total = weights.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            total += np.exp(sinks.reshape(*groups, 1) - top)
+        output[row] = weights @ values[seen].transpose(1, 0, 2) / total
     return output.reshape(count, heads * values.shape[2])

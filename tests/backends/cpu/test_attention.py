@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polysilicon.backend import Batch, DeviceError, KVSpec, Plane, Rope
+from polysilicon.backend import Batch, DeviceError, KVSpec, Rope, kv_planes
 from polysilicon.testing import oracles
 from polysilicon_cpu import library
 
@@ -66,6 +66,8 @@ SHAPES = [
     Shape(dtype="f32", key_heads=1, group=8, dim=96, window=100),
     Shape(group=5, dim=256, window=33, page_size=4),
     Shape(dtype="f16", key_heads=1, group=16, dim=32, window=300, softcap=2.0, page_size=64),
+    Shape(dtype="int8"),
+    Shape(dtype="int8", key_heads=1, group=9, dim=96, window=70, softcap=30.0, page_size=4),
 ]
 
 
@@ -89,9 +91,8 @@ class Bench:
         count = (1 + others) * per_sequence + 1
         order = np.random.default_rng(others).permutation(np.arange(1, count)).astype(np.int32)
         self.tables = order.reshape(1 + others, per_sequence)
-        planes = tuple(
-            Plane(name=name, heads=shape.key_heads, dim=shape.dim, dtype=shape.dtype)
-            for name in ("k", "v")
+        planes = kv_planes(
+            heads=shape.key_heads, key_dim=shape.dim, value_dim=shape.dim, dtype=shape.dtype
         )
         spec = KVSpec(
             group=0, name="bench", layers=(0,), window=shape.window, planes=planes,
@@ -168,11 +169,12 @@ def test_results_are_bitwise_independent(level: str, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
 @pytest.mark.parametrize("prefix", [255, 256, 600])
-def test_sharing_pages_changes_no_bit(level: str, prefix: int) -> None:
+def test_sharing_pages_changes_no_bit(level: str, prefix: int, dtype: str) -> None:
     """Sequences whose tables begin alike, some with more in common than others."""
     device = CPUDevice(Options(level=level, threads=2))
-    bench = Bench(device, Shape(), others=5)
+    bench = Bench(device, Shape(dtype=dtype), others=5)
     size = bench.shape.page_size
     shared = prefix // size
     for sequence in range(1, 4):
@@ -196,7 +198,7 @@ def test_rotation_far_out(level: str) -> None:
     device = CPUDevice(Options(level=level, threads=1))
     rng = np.random.default_rng()
     rope = Rope(dim=64, frequencies=tuple(rng.uniform(0, 1, 32)))
-    planes = tuple(Plane(name=name, heads=1, dim=64, dtype="f32") for name in ("k", "v"))
+    planes = kv_planes(heads=1, key_dim=64, value_dim=64, dtype="f32")
     spec = KVSpec(group=0, name="far", layers=(0,), window=None, planes=planes, page_size=16)
     pool = CPUKVPool(device, spec, 2)
     attention = Attention(device, pool, heads=1, scale=0.3, rope=rope)

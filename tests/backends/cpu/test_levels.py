@@ -36,6 +36,10 @@ def test_the_best_level_is_chosen_and_shown():
     assert levels.choose() == best
     (info,) = CPUBackend().probe()
     assert info.details["level"] == best
+    others = [level for level in levels.built() if levels.supported(level) and level != best]
+    assert info.details.get("other levels", "") == (
+        f"other levels: {', '.join(others)}" if others else ""
+    )
     assert info.memory > 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,11 +31,11 @@ def model(request: pytest.FixtureRequest) -> tuple[str, Path]:
     return request.param, request.getfixturevalue(fixture)
 
 
-@pytest.fixture(scope="module", params=list(BOUNDS))
+@pytest.fixture(scope="module", params=itertools.product(BOUNDS, ("bf16", "f16")))
 def client(model, request) -> Iterator[Client]:
-    config = Config(backend="cpu", backend_option={"activations": request.param})
-    loaded = load(config, model[1])
-    loaded.client.bound = BOUNDS[request.param]
+    activations, kv_dtype = request.param
+    loaded = load(Config(backend="cpu", activations=activations, kv_dtype=kv_dtype), model[1])
+    loaded.client.bound = BOUNDS[activations]
     yield loaded.client
     loaded.client.close()
 

@@ -18,6 +18,10 @@ def test_all_options():
     )
 
 
+def test_activations_are_auto_by_default():
+    assert Options.parse({}).activations == "auto"
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [({"threads": "0"}, "threads"), ({"threads": "-1"}, "threads"), ({"threads": "x"}, "threads"),

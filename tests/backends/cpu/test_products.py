@@ -52,6 +52,14 @@ def device(request: pytest.FixtureRequest, level: str) -> Iterator[CPUDevice]:
     device.close()
 
 
+@pytest.fixture(params=ACTIVATIONS)
+def deterministic(request: pytest.FixtureRequest, level: str) -> Iterator[CPUDevice]:
+    options = Options(level=level, threads=2, activations=request.param, deterministic=True)
+    device = CPUDevice(options)
+    yield device
+    device.close()
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng()
@@ -78,9 +86,10 @@ def rows_apart(device: CPUDevice, handle: MatrixHandle, x: products.Float32, siz
 @pytest.mark.parametrize("kind", ["affine:4/32", "affine:6/16", "affine:8/128", "float:f4_e2m1/32",
                                   "dense:f16", "dense:bf16", "dense:f32"])  # fmt: skip
 def test_rows_do_not_depend_on_each_other(
-    device: CPUDevice, rng: np.random.Generator, kind: str
+    deterministic: CPUDevice, rng: np.random.Generator, kind: str
 ) -> None:
     """Bitwise, alone, in chunks of 7, and in a batch of any size."""
+    device = deterministic
     handle = put(device, encoded.of_kind(kind)(rng, (77, 384)).weight)
     x = rng.standard_normal((70, 384), np.float32)
     together = products.linear(device, handle, x)

@@ -87,6 +87,7 @@ def test_names_and_kinds_that_do_not_fit(tiny_path: Path) -> None:
         ({"kv_pages": 400}, "--kv-pages"),
         ({"max_length": 257}, "--max-length"),
         ({"deterministic": True}, "--deterministic"),
+        ({"activations": "bf16"}, "--activations"),
         ({"device": 1}, "--device"),
         ({"backend_option": {"speed": "9"}}, "threads"),
         ({"backend_option": {"threads": "-1"}}, "threads"),

@@ -178,3 +178,35 @@ def test_bad_lines_are_named_before_anything_runs(polysilicon, tmp_path, content
     assert status in (1, 2)
     assert out == ""
     assert message in err.splitlines()[-1]
+
+
+def test_generate_holds_outputs_to_what_their_lines_say(polysilicon, tmp_path):
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    said = [
+        {"choice": [" Paris", " Rome"]}, {"regex": " [A-Z]{2}"}, {"grammar": 'start: " x" | " y"'},
+        {"json": schema}, {"json": json.dumps(schema)}, {"json": {"not": {}}},
+    ]  # fmt: skip
+    file = write_lines(
+        tmp_path / "lines.jsonl",
+        [{"prompt": PARIS, "structured_outputs": one, "max_tokens": 60} for one in said],
+    )
+    status, out, err = polysilicon("generate", file)
+    lines = read_lines(out)
+    assert status == 1
+    assert "'not' at #" in err
+    assert [line["finish_reason"] for line in lines] == ["stop"] * 5 + ["error"]
+    assert lines[0]["text"] == " Paris"
+    assert lines[1]["text"].strip().isupper()
+    assert lines[2]["text"] in (" x", " y")
+    assert [type(json.loads(line["text"])["a"]) for line in lines[3:5]] == [bool, bool]
+    assert "'not' at #" in lines[5]["error"]
+
+
+@pytest.mark.parametrize("said", [{}, {"json": {}, "regex": "a"}, {"regex": 3}, "json", {"x": 1}])
+def test_generate_refuses_what_outputs_cannot_be_held_to(polysilicon, tmp_path, said):
+    file = write_lines(tmp_path / "lines.jsonl", [{"prompt": PARIS, "structured_outputs": said}])
+    status, out, err = polysilicon("generate", file)
+    assert (status, out) == (2, "")
+    assert "line 1" in err
+    assert "structured_outputs" in err

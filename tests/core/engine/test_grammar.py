@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -535,3 +537,9 @@ def test_random_histories_leave_nothing_behind(bench: EngineBench, grammars: Gra
     assert engine.stats().num_waiting == 0
     assert all(usage.in_use == usage.limbo == 0 for usage in engine.kv.usage())
     bench.close(engine)
+
+
+def test_an_engine_loads_the_library_of_grammars_when_it_is_asked_for_one() -> None:
+    code = "import sys, polysilicon.commands.run; print('llguidance' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from polysilicon.engine.memory import plan_pages
 from polysilicon.errors import ConfigError, ModelError, PluginError, PolysiliconError
 from polysilicon.models.loading import load_model
 from polysilicon.reference.device import ReferenceDevice
+from polysilicon.reference.plugin import ReferenceBackend
 from polysilicon.selection import Selection
 from polysilicon.testing.tiny_models import tiny_llama
 from polysilicon.weights.checkpoint import open_checkpoint
@@ -77,6 +79,23 @@ def test_a_backend_that_opens_no_device(
     chosen = Selection(backend=backend, devices=tuple(backend.probe()), reason="asked for")
     with pytest.raises(kind, match=message):
         open_device(Config(backend="odd"), chosen)
+
+
+def test_activations_reach_the_backend_and_only_one_that_has_them() -> None:
+    given = []
+
+    class Choosing(OddBackend):
+        def open(self, index: int, options: Mapping[str, str]) -> ReferenceDevice:
+            given.append(options)
+            return ReferenceDevice()
+
+    backend = Choosing(None)
+    chosen = Selection(backend=backend, devices=tuple(backend.probe()), reason="asked for")
+    open_device(Config(activations="bf16"), chosen).close()
+    open_device(Config(), chosen).close()
+    assert given == [{"activations": "bf16"}, {}]
+    with pytest.raises(ConfigError, match="unknown option 'activations'"):
+        open_device(Config(activations="bf16"), replace(chosen, backend=ReferenceBackend()))
 
 
 @pytest.mark.parametrize("pages", [10**9, 10**12, 10**40])

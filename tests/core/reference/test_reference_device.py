@@ -6,11 +6,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from polysilicon import host_memory
 from polysilicon.backend import (
     AdapterRef,
     AdapterSpec,
@@ -29,7 +29,6 @@ from polysilicon.backend import (
     Shard,
     pack_codes,
 )
-from polysilicon.reference import memory
 from polysilicon.reference.plugin import ReferenceBackend, polysilicon_backends
 from polysilicon.testing.batches import Chunk, make_batch
 
@@ -220,7 +219,8 @@ def test_weights_that_do_not_fit(device: Device, monkeypatch: pytest.MonkeyPatch
     weight = GroupAffine(
         shape=(64, 64), bits=2, group=64, codes=pack_codes(codes, 2), scale=np.ones((64, 1), "f4")
     )
-    monkeypatch.setattr("polysilicon.reference.device.free_memory", lambda: 4 * 64 * 64 - 1)
+    monkeypatch.setattr(host_memory, "SMALL", 0)
+    monkeypatch.setattr(host_memory, "free_memory", lambda: 4 * 64 * 64 - 1)
     with pytest.raises(OutOfMemory, match="16,384 bytes of weights"):
         device.put([weight])
     device.put([weight], Shard(axis="rows", rank=1, ranks=2))
@@ -233,17 +233,3 @@ def test_closed_device_frees_its_weights() -> None:
     assert handle.nbytes == 0
     with pytest.raises(DeviceError, match="closed"):
         device.put([dense(2, 2)])
-
-
-def test_cgroup_limit_bounds_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit, usage = tmp_path / "max", tmp_path / "current"
-    monkeypatch.setattr(memory, "_CGROUP_FILES", ((str(limit), str(usage)),))
-    unbounded = memory.total_memory()
-    assert memory.free_memory() <= unbounded
-    limit.write_text("max\n")
-    usage.write_text("1000\n")
-    assert memory.total_memory() == unbounded
-    limit.write_text("5000\n")
-    assert (memory.total_memory(), memory.free_memory()) == (5000, 4000)
-    usage.write_text("6000\n")
-    assert memory.free_memory() == 0

@@ -283,14 +283,23 @@ def test_other_threads_go_on_while_a_grammar_compiles(grammars: Grammars) -> Non
 def test_closing_ends_a_trial_that_runs(tokenizer: Tokenizer) -> None:
     grammars = Grammars(tokenizer, vocab_size=WIDTH, eos_ids=frozenset({EOS}))
     grammars.compile(choice("warm")).result()
-    running = grammars.compile(HOSTILE["intersections take for ever"])
+    hostile = HOSTILE["intersections take for ever"].text
+    running = [grammars.compile(Grammar(kind="lark", text=hostile + end)) for end in ("\n", "\n\n")]
     waiting = grammars.compile(choice("never"))
-    time.sleep(0.2)
+    time.sleep(0.5)
     began = time.monotonic()
     grammars.close()
     assert time.monotonic() - began < 4
-    assert isinstance(running.exception(), RequestError)
+    assert all(isinstance(future.exception(), RequestError) for future in running)
     assert waiting.cancelled()
+
+
+def test_one_that_is_hard_to_compile_does_not_hold_up_the_next(tokenizer: Tokenizer) -> None:
+    grammars = Grammars(tokenizer, vocab_size=WIDTH, eos_ids=frozenset({EOS}))
+    hard = grammars.compile(HOSTILE["intersections take for ever"])
+    assert grammars.compile(choice("easy")).result(timeout=60) is not None
+    assert not hard.done()
+    grammars.close()
 
 
 def test_a_trial_survives_the_death_of_its_child() -> None:

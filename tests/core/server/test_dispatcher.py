@@ -27,7 +27,20 @@ from polysilicon.errors import (
 from polysilicon.request import FinishReason, Request, RequestOutput, SamplingParams
 from polysilicon.server.dispatcher import Dispatcher
 
-Answer = tuple[list[int], str, list[tuple[int, float]], FinishReason | None, str | None]
+
+@dataclasses.dataclass
+class Answer:
+    """All news of one choice together. scored: ids of which there are log-probabilities; those
+    depend on the batch by rounding, and are compared apart."""
+
+    ids: list[int] = dataclasses.field(default_factory=list)
+    text: str = ""
+    scored: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_text: str | None = None
+    logprobs: list[float] = dataclasses.field(default_factory=list, compare=False)
+
+
 Answers = dict[tuple[str, int], Answer]
 
 
@@ -45,14 +58,14 @@ def request(name: str, prompt: Sequence[int] = (5, 6, 7), **params: object) -> R
 def answers(outputs: Iterable[RequestOutput]) -> Answers:
     found: Answers = {}
     for output in outputs:
-        key = output.request_id, output.choice
-        ids, text, logprobs, reason, _ = found.get(key, ([], "", [], None, None))
-        assert reason is None, "news of a choice that has ended"
-        scores = [(entry.id, entry.logprob) for entry in (*output.prompt_logprobs, *output.logprobs)]
-        found[key] = (
-            ids + list(output.ids), text + output.text, logprobs + scores,
-            output.finish_reason, output.stop_text,
-        )  # fmt: skip
+        answer = found.setdefault((output.request_id, output.choice), Answer())
+        assert answer.finish_reason is None, "news of a choice that has ended"
+        answer.ids += output.ids
+        answer.text += output.text
+        for entry in (*output.prompt_logprobs, *output.logprobs):
+            answer.scored += [entry.id, *(token for token, _ in entry.top)]
+            answer.logprobs += [entry.logprob, *(value for _, value in entry.top)]
+        answer.finish_reason, answer.stop_text = output.finish_reason, output.stop_text
     return found
 
 
@@ -109,7 +122,7 @@ def mixed_requests(rng: random.Random, count: int) -> list[Request]:
     return [
         request(
             f"request-{index}",
-            common[: rng.randrange(1, 40)] + [rng.randrange(4, 211)],
+            [*common[: rng.randrange(1, 40)], rng.randrange(4, 211)],
             **kinds[index % len(kinds)],
         )
         for index in range(count)
@@ -140,12 +153,16 @@ def test_answers_equal_those_of_an_engine_in_this_process(tiny_path: Path) -> No
             return [output for part in parts for output in part]
 
     outputs = asyncio.run(serve())
-    assert answers(outputs) == expected
-    assert {reason for *_, reason, _ in expected.values()} == {
+    found = answers(outputs)
+    assert found == expected
+    for key, expected_answer in expected.items():
+        assert found[key].logprobs == pytest.approx(expected_answer.logprobs, abs=1e-4)
+    assert {answer.finish_reason for answer in expected.values()} == {
         FinishReason.STOP,
         FinishReason.LENGTH,
     }
-    assert any(stop_text for *_, stop_text in expected.values())
+    assert any(answer.stop_text for answer in expected.values())
+    assert any(answer.logprobs for answer in expected.values())
     for last in (output for output in outputs if output.finish_reason is not None):
         times = last.times
         assert times is not None
@@ -189,7 +206,9 @@ def test_200_requests_at_once_with_consumers_that_leave(tiny_path: Path) -> None
     assert answers(asyncio.run(serve())) == expected
 
 
-def test_a_consumer_that_leaves_frees_the_pages_of_its_request(tiny_path: Path, faulty: str) -> None:
+def test_a_consumer_that_leaves_frees_the_pages_of_its_request(
+    tiny_path: Path, faulty: str
+) -> None:
     async def serve() -> None:
         async with dispatching(tiny_path, backend=faulty) as dispatcher:
             for news in (0, 1, 3):
@@ -472,3 +491,33 @@ def test_the_socket_is_nobody_elses(
 
     asyncio.run(serve())
     assert not any(path.exists() for path in made)
+
+
+def test_embeddings_come_through_as_they_are(tiny_path: Path) -> None:
+    params = SamplingParams(max_tokens=0)
+    requests = [
+        Request(
+            id=f"{kind}-{length}", prompt=tuple(range(5, 5 + length)), params=params, embed=kind
+        )
+        for kind in ("mean", "last")
+        for length in (1, 40)
+    ]
+    loaded = load(config(), tiny_path)
+    alone = [output for asked in requests for output in loaded.client.generate([asked])]
+    expected = {output.request_id: output.embedding for output in alone}
+    loaded.client.close()
+    loaded.checkpoint.close()
+
+    async def serve() -> dict[str, tuple[float, ...]]:
+        async with dispatching(tiny_path) as dispatcher:
+            with pytest.raises(RequestError, match="generates nothing"):
+                dispatcher.submit(
+                    Request(id="both", prompt=(5,), params=SamplingParams(), embed="mean")
+                )
+            parts = [await answer(dispatcher, asked) for asked in requests]
+            await check_empty(dispatcher)
+            return {output.request_id: output.embedding for part in parts for output in part}
+
+    assert asyncio.run(serve()) == expected
+    assert len({len(embedding) for embedding in expected.values()}) == 1
+    assert expected["mean-1"] == expected["last-1"] != expected["mean-40"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -292,3 +293,21 @@ def test_pages_of_other_origins(server, serve, smollm2_path) -> None:
         bad = {**preflight, "origin": "https://example.org"}
         assert httpx.options(shared.url + CHAT, headers=bad).status_code == 400
         assert shared.get("/v1/models", headers=origin).status_code == 401
+
+
+def test_heads_are_bounded(server) -> None:
+    place = urlsplit(server.url)
+    for head in (b"GET /" + b"a" * 200_000, b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 40_000):
+        with socket.create_connection((place.hostname, place.port), timeout=20) as client:
+            with contextlib.suppress(ConnectionError):
+                client.sendall(head)
+            answer = b""
+            with contextlib.suppress(ConnectionError):
+                while more := client.recv(4096):
+                    answer += more
+            assert not answer or b" 400 " in answer.split(b"\r\n")[0]
+    body = {"prompt": "word " * 100_000, "max_tokens": 1}
+    failed(server.post(COMPLETIONS, body), 400)
+    with httpx.Client() as client:
+        for _ in range(3):
+            assert client.get(server.url + "/health").status_code == 200

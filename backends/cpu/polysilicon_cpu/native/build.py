@@ -71,7 +71,7 @@ def weak_symbols(directory: Path = OBJECTS) -> list[str]:
     processor cannot run.
     """
     found = []
-    for path in sorted(directory.glob("CMakeFiles/level_*.dir/levels/*.o")):
+    for path in sorted(directory.glob("CMakeFiles/level_*.dir/levels/**/*.o")):
         listed = subprocess.run(["nm", "-C", str(path)], text=True, capture_output=True, check=True)
         for line in listed.stdout.splitlines():
             kind, _, name = line[17:].partition(" ")

@@ -9,10 +9,12 @@
 //   const ProductKernels product_kernels = {...};
 //   }
 //
-// Code tells levels apart by the compiler's own macros (__AVX512F__, __AVX512VNNI__, __AVX2__,
-// __ARM_NEON). It must leave no weak symbol behind, since the linker would let one level's copy of
-// an inline function serve all: no standard containers or algorithms, no inline functions outside
-// anonymous namespaces, no templates outside them. `build.py --check` looks.
+// A level whose products alone differ compiles only those and takes the rest from another level.
+//
+// Code tells levels apart by the compiler's own macros (__AVX512F__, __AVX512VNNI__, __AVX2__) and
+// PS_NEON (levels/vectors.h). It must leave no weak symbol behind, since the linker would let one
+// level's copy of an inline function serve all: no standard containers or algorithms, no inline
+// functions outside anonymous namespaces, no templates outside them. `build.py --check` looks.
 #pragma once
 
 namespace polysilicon {

@@ -13,8 +13,9 @@ struct Weight;  // the fused parts of one product
 
 enum class Number : int { kFloat32, kFloat16, kBfloat16 };
 
-// What the inputs of products are rounded to. kAuto: int8 for affine weights, and what the weights'
-// own precision asks for where they are dense or floats.
+// What the inputs of products are rounded to. kAuto: int8 for affine weights, with a second term
+// where inputs are large, and what the weights' own precision asks for where they are dense or
+// floats.
 enum class Activations : int { kAuto, kFloat32, kBfloat16, kInt8 };
 
 // Scales of groups: numbers [rows, groups] or, with codes, `number[g / super_group] * (code -

@@ -194,7 +194,7 @@ class _Chat:
 
     def _choice_chunks(self, update: Update) -> list[bytes]:
         """`choices[0]` of the chunks that tell of an update."""
-        deltas = [_delta(event) for event in update.events]
+        deltas = [_delta(event) for event in update.events if type(event) is not ToolCallEnd]
         extra = self._extra(update)
         if not extra and len(update.events) == 1 and type(update.events[0]) is TextDelta:
             chunks = [_text_chunk(update.choice, update.events[0].text)]
@@ -236,7 +236,7 @@ def _text_chunk(choice: int, text: str) -> bytes:
 
 
 def _delta(event: Event) -> dict[str, Any]:
-    """A chunk's `delta` for an event; empty for one that OpenAI's format does not tell of."""
+    """A chunk's `delta` for an event."""
     match event:
         case TextDelta(text):
             return {"content": text}
@@ -249,4 +249,4 @@ def _delta(event: Event) -> dict[str, Any]:
         case ToolCallDelta(index, arguments):
             return {"tool_calls": [{"index": index, "function": {"arguments": arguments}}]}
         case ToolCallEnd():
-            return {}
+            raise AssertionError("no chunk tells of a call's end")

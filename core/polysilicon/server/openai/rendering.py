@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
-from polysilicon.server.chat_plan import ChatInput, Tool, ToolUse
+from polysilicon.server.chat_plan import ChatInput
 from polysilicon.server.errors import invalid
 from polysilicon.server.openai.schemas import ChatBody
+from polysilicon.server.tools import Tool, ToolUse, checked_tool
 
 MOST_TOOLS = 1024
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 def chat_input(body: ChatBody) -> ChatInput:
@@ -76,17 +75,6 @@ def _tool(tool: Mapping[str, Any], index: int) -> Tool:
     return checked_tool(
         function.get("name"), function.get("description"), function.get("parameters"), place
     )
-
-
-def checked_tool(name: object, description: object, parameters: object, place: str) -> Tool:
-    """A tool of these parts. Raises ApiError (400), which names `place`."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise invalid(f"{place}: name must be letters, digits and _ - . :, up to 128", place)
-    if not isinstance(description, str | None):
-        raise invalid(f"{place}: description must be a text", place)
-    if not isinstance(parameters, dict | None):
-        raise invalid(f"{place}: parameters must be a JSON schema, an object", place)
-    return Tool(name, description, parameters)
 
 
 def _named(choice: Mapping[str, Any]) -> object:

@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, WithJsonSchema
 
 from polysilicon.server.bodies import Body, Int
 from polysilicon.server.openai.fields import GeneratingBody, Ids
 
-Message = dict[str, Any]
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+}
+Message = Annotated[
+    dict[str, Any],
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+                "content": {
+                    "anyOf": [
+                        {"type": "string"},
+                        {"type": "array", "items": _TEXT_PART, "minItems": 1},
+                    ]
+                },
+            },
+            "required": ["role", "content"],
+        }
+    ),
+]
 
 
 class ChatBody(GeneratingBody):

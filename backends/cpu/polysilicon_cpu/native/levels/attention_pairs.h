@@ -89,6 +89,33 @@ PS_UNROLL
   }
 }
 
+// Scores become weights, pairs of bf16 at the start of each row.
+void soften_pairs(const TilePart& part) {
+  const int end = end_of(part);
+  if (part.key_scales != 0) scale_scores(part);
+  for (int r = 0; r < part.rows; ++r) {
+    float* row = part.scores + r * kPart;
+    const Floats zero = settle(part, r);
+    Floats total[2] = {};
+    const auto store_pairs = [&](int i, Floats first, Floats second) {
+      _mm512_storeu_si512(row + i / 2,
+                          (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+    };
+    for (int i = begin_of(part); i < end; i += 2 * kUnit) {
+      const Floats first = coarse_exp2_of(load(row + i) - zero);
+      const Floats second = coarse_exp2_of(load(row + i + kUnit) - zero);
+      total[0] += first;
+      total[1] += second;
+      if (part.value_scales == 0) {
+        store_pairs(i, first, second);
+      } else {
+        store_pairs(i, scaled_weights(part, i, first), scaled_weights(part, i + kUnit, second));
+      }
+    }
+    part.total[r] = sum_of(total[0] + total[1]);
+  }
+}
+
 template <int R>
 void attend_pairs(const TilePart& part) {
   constexpr int kBesideKeys = units_beside(R);
@@ -97,17 +124,7 @@ void attend_pairs(const TilePart& part) {
   int unit = part.first / kUnit;
   for (; unit + kBesideKeys <= end; unit += kBesideKeys) score_pairs<R, kBesideKeys>(part, unit);
   for (; unit < end; ++unit) score_pairs<R, 1>(part, unit);
-  soften(part);
-  // Each row's weights become pairs of bf16 at the row's start.
-PS_UNROLL
-  for (int r = 0; r < R; ++r) {
-    float* row = part.scores + r * kPart;
-    for (int i = part.first / (2 * kUnit) * 2 * kUnit; i < part.last; i += 2 * kUnit) {
-      _mm512_storeu_si512(row + i / 2,
-                          (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(row + i + kUnit),
-                                                       _mm512_loadu_ps(row + i)));
-    }
-  }
+  soften_pairs(part);
   int column = 0;
   for (; column + kBeside * 16 <= part.width; column += kBeside * 16) {
     mix_pair_columns<R, kBeside>(part, column);

@@ -63,55 +63,60 @@ void scale_scores(const TilePart& part) {
   }
 }
 
-// Weights times their values' scales; what stands behind the last slot may be anything, NaN too.
-void scale_weights(const TilePart& part) {
-  for (int unit = part.first / kUnit; unit * kUnit < part.last; ++unit) {
-    const float* scales = reinterpret_cast<const float*>(part.values[unit] + part.value_scales);
-    for (int i = 0; i < kUnit; i += kWidth) {
-      const Floats scale = load(scales + i);
-      float* column = part.scores + unit * kUnit + i;
-      for (int r = 0; r < part.rows; ++r) {
-        const Floats weight = load(column + r * kPart);
-        store(column + r * kPart, weight == splat(0.0f) ? weight : weight * scale);
-      }
-    }
+// Weights from key i on, times their values' scales. What stands behind the last slot may be anything,
+// NaN too, and a unit behind it not be there.
+Floats scaled_weights(const TilePart& part, int i, Floats weights) {
+  if (i >= part.last || i < part.first / kUnit * kUnit) return Floats{};
+  const float* scales = reinterpret_cast<const float*>(part.values[i / kUnit] + part.value_scales);
+  const Floats scaled = weights * load(scales + i % kUnit);
+  return weights == splat(0.0f) ? weights : scaled;
+}
+
+// The keys of a part whose scores and weights are computed: two units at a time.
+int begin_of(const TilePart& part) { return part.first / (2 * kUnit) * (2 * kUnit); }
+
+int end_of(const TilePart& part) { return (part.last + 2 * kUnit - 1) / (2 * kUnit) * (2 * kUnit); }
+
+// Caps and hides the scores of row r; what is to be taken from them so that the largest becomes 0.
+Floats settle(const TilePart& part, int r) {
+  const int begin = begin_of(part), end = end_of(part);
+  float* row = part.scores + r * kPart;
+  if (part.softcap != 0) {
+    const Floats cap = splat(part.softcap * kLog2E);
+    for (int i = begin; i < end; i += kWidth) store(row + i, cap * tanh_of(load(row + i)));
   }
+  const bool whole = part.visible == nullptr && part.softcap == 0;
+  if (!whole || part.low[r] > begin || part.high[r] < end) hide(part, r, begin, end);
+  Floats largest[2] = {splat(kNothing), splat(kNothing)};
+  for (int i = begin; i < end; i += 2 * kWidth) {
+    largest[0] = larger(load(row + i), largest[0]);
+    largest[1] = larger(load(row + i + kWidth), largest[1]);
+  }
+  part.largest[r] = largest_of(larger(largest[0], largest[1]));
+  return splat(part.largest[r] == kNothing ? 0.0f : part.largest[r]);
 }
 
 void soften(const TilePart& part) {
-  // Two chains of sums, by the place in the part: they are the same wherever a tile begins.
-  constexpr int kStep = 2 * kWidth;
-  const int begin = part.first / (2 * kUnit) * (2 * kUnit);
-  const int end = (part.last + 2 * kUnit - 1) / (2 * kUnit) * (2 * kUnit);
+  const int end = end_of(part);
   if (part.key_scales != 0) scale_scores(part);
-  const bool whole = part.visible == nullptr && part.softcap == 0;
   for (int r = 0; r < part.rows; ++r) {
     float* row = part.scores + r * kPart;
-    if (part.softcap != 0) {
-      const Floats cap = splat(part.softcap * kLog2E);
-      for (int i = begin; i < end; i += kWidth) store(row + i, cap * tanh_of(load(row + i)));
-    }
-    if (!whole || part.low[r] > begin || part.high[r] < end) hide(part, r, begin, end);
-    Floats largest[2] = {splat(kNothing), splat(kNothing)};
-    for (int i = begin; i < end; i += kStep) {
-      largest[0] = larger(load(row + i), largest[0]);
-      largest[1] = larger(load(row + i + kWidth), largest[1]);
-    }
-    part.largest[r] = largest_of(larger(largest[0], largest[1]));
-    const Floats zero = splat(part.largest[r] == kNothing ? 0.0f : part.largest[r]);
+    const Floats zero = settle(part, r);
+    // Two chains of sums, by the place in the part: they are the same wherever a tile begins.
     Floats total[2] = {};
-    for (int i = begin; i < end; i += kStep) {
+    for (int i = begin_of(part); i < end; i += 2 * kWidth) {
       const Floats first = exp2_of(load(row + i) - zero);
       const Floats second = exp2_of(load(row + i + kWidth) - zero);
       total[0] += first;
       total[1] += second;
-      store(row + i, first);
-      store(row + i + kWidth, second);
+      const bool scales = part.value_scales != 0;
+      store(row + i, scales ? scaled_weights(part, i, first) : first);
+      store(row + i + kWidth, scales ? scaled_weights(part, i + kWidth, second) : second);
     }
     part.total[r] = sum_of(total[0] + total[1]);
   }
-  if (part.value_scales != 0) scale_weights(part);
 }
+
 void fold(float part_largest, float part_total, const float* part_mixed, int width,
           float* largest, float* total, float* mixed) {
   if (part_largest == kNothing) return;

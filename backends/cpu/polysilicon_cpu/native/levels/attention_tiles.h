@@ -88,14 +88,16 @@ struct Stored<Storage::kI8> {
 // and then the next part's keys. Each of `steps` steps fetches `lines` of its lines.
 struct Ahead {
   const std::uint8_t* from = nullptr;
-  int lines = 0;
+  int bytes = 0;
+  int stride = 0;
 
   Ahead() = default;
   Ahead(const std::uint8_t* from, int bytes, int steps)
-      : from(from), lines((bytes + 64 * steps - 1) / (64 * steps)) {}
+      : from(from), bytes(bytes), stride((bytes + 64 * steps - 1) / (64 * steps) * 64) {}
 
   void fetch(int step) const {
-    for (int i = step * lines; i < (step + 1) * lines; ++i) __builtin_prefetch(from + i * 64, 0, 3);
+    const int end = (step + 1) * stride < bytes ? (step + 1) * stride : bytes;
+    for (int i = step * stride; i < end; i += 64) __builtin_prefetch(from + i, 0, 3);
   }
 };
 

@@ -29,6 +29,9 @@ struct Rows {
   const std::uint8_t* scales;
   const std::uint8_t* sums;
   const std::uint8_t* corrections;
+  const std::uint8_t* fine;  // second terms
+  const std::uint8_t* fine_corrections;
+  const std::uint8_t* fine_tiles;
   std::ptrdiff_t stride;
 
   Rows(const Segment& segment, const RecordLayout& layout, const std::uint8_t* records) {
@@ -39,8 +42,39 @@ struct Rows {
     sums = records + (segment.halves ? part.half_sum_at : part.sum_at);
     corrections = records + (segment.halves ? part.half_correction_at : part.correction_at) +
                   segment.correction * units * 4;
+    fine = records + part.fine_at;
+    fine_corrections = records +
+                       (segment.halves ? part.fine_half_correction_at : part.fine_correction_at) +
+                       segment.correction * units * 4;
+    fine_tiles = records + part.fine_tiles_at;
     stride = layout.bytes;
   }
+};
+
+// Which tiles have second terms in any of the rows, asked tile by tile.
+template <class Product, int rows>
+class FineTiles {
+ public:
+  explicit PS_INLINE FineTiles(const Rows<Product>& at) : at_(at) {}
+
+  PS_INLINE bool next(int tile) {
+    if constexpr (!Product::fine) return false;
+    if (tile % 64 == 0) {
+      bits_ = 0;
+      for (int m = 0; m < rows; ++m) {
+        std::uint64_t own;
+        std::memcpy(&own, at_.fine_tiles + m * at_.stride + tile / 64 * 8, sizeof own);
+        bits_ |= own;
+      }
+    }
+    const bool fine = bits_ & 1;
+    bits_ >>= 1;
+    return fine;
+  }
+
+ private:
+  const Rows<Product>& at_;
+  std::uint64_t bits_ = 0;
 };
 
 template <class Product, int rows, bool halves>
@@ -67,36 +101,44 @@ void direct(const std::uint8_t* codes, const Scales& scales, const Rows<Product>
   constexpr int kTileBytes = bits * 64;
   __m512 totals[rows];
   unroll<rows>([&](auto m) PS_LAMBDA { totals[m] = _mm512_setzero_ps(); });
+  FineTiles<Product, rows> fine_tiles(at);
   for (int tile = 0; tile < tiles; ++tile, codes += kTileBytes) {
     __m512i planes[bits];
     unroll<bits>([&](auto i) PS_LAMBDA {
       _mm_prefetch(reinterpret_cast<const char*>(codes) + kPrefetch + i * 64, _MM_HINT_T0);
       planes[i] = load(codes + i * 64);
     });
-    const std::uint8_t* values = at.values + tile * kValueBytes;
-    const int unit = halves ? 2 * tile : tile;
-    typename Product::Sum sums[rows];
-    unroll<2>([&](auto half) PS_LAMBDA {
-      if constexpr (halves || half == 0) {
-        unroll<rows>([&](auto m) PS_LAMBDA {
-          sums[m] = Product::start(at.corrections + m * at.stride + (unit + half) * 4);
+    const bool fine = fine_tiles.next(tile);
+    constexpr int kUnits = halves ? 2 : 1;
+    unroll<kUnits>([&](auto part) PS_LAMBDA {
+      const int unit = tile * kUnits + part;
+      typename Product::Sum sums[rows];
+      const auto add = [&](const std::uint8_t* values) PS_LAMBDA {
+        unroll<2 / kUnits>([&](auto index) PS_LAMBDA {
+          constexpr int half = part + index;
+          half_vectors<Product, bits, half>(planes, [&](auto r, __m512i vector) PS_LAMBDA {
+            unroll<rows>([&](auto m) PS_LAMBDA {
+              sums[m] = Product::step(sums[m], vector, values + m * at.stride + r * 4);
+            });
+          });
         });
-      }
-      half_vectors<Product, bits, half>(planes, [&](auto index, __m512i vector) PS_LAMBDA {
-        unroll<rows>([&](auto m) PS_LAMBDA {
-          sums[m] = Product::step(sums[m], vector, values + m * at.stride + index * 4);
-        });
+      };
+      unroll<rows>([&](auto m) PS_LAMBDA {
+        sums[m] = Product::start(at.corrections + m * at.stride + unit * 4);
       });
-      if constexpr (halves) {
-        add_scaled<Product, rows, halves>(at, sums, tile, unit + half,
-                                          _mm512_loadu_ps(scales.scale + (unit + half) * kLanes),
-                                          scales.bias, totals);
+      add(at.values + tile * kValueBytes);
+      __m512 scale = _mm512_loadu_ps(scales.scale + unit * kLanes);
+      if constexpr (Product::fine) {
+        if (fine) {
+          unroll<rows>([&](auto m) PS_LAMBDA {
+            sums[m] = Product::refine(sums[m], at.fine_corrections + m * at.stride + unit * 4);
+          });
+          add(at.fine + tile * kValueBytes);
+          scale = _mm512_mul_ps(scale, _mm512_set1_ps(0x1p-8f));
+        }
       }
+      add_scaled<Product, rows, halves>(at, sums, tile, unit, scale, scales.bias, totals);
     });
-    if constexpr (!halves) {
-      add_scaled<Product, rows, halves>(
-          at, sums, tile, unit, _mm512_loadu_ps(scales.scale + unit * kLanes), scales.bias, totals);
-    }
   }
   unroll<rows>([&](auto m) PS_LAMBDA { out[m] = totals[m]; });
 }
@@ -122,9 +164,10 @@ void panel_product(const __m512i* panel, const Scales* scales, const Rows<Produc
   unroll<blocks * rows>([&](auto i) PS_LAMBDA {
     totals[i / rows][i % rows] = _mm512_setzero_ps();
   });
+  FineTiles<Product, rows> fine_tiles(at);
   for (int tile = 0; tile < tiles; ++tile, panel += blocks * Product::vectors) {
     prefetch.tile();
-    const std::uint8_t* values = at.values + tile * kValueBytes;
+    const bool fine = fine_tiles.next(tile);
     constexpr int kUnits = halves ? 2 : 1;
     constexpr int kSteps = Product::vectors / kUnits;
     unroll<kUnits>([&](auto half) PS_LAMBDA {
@@ -134,22 +177,43 @@ void panel_product(const __m512i* panel, const Scales* scales, const Rows<Produc
         const auto start = Product::start(at.corrections + m * at.stride + unit * 4);
         unroll<blocks>([&](auto b) PS_LAMBDA { sums[b][m] = start; });
       });
-      unroll<kSteps>([&](auto step) PS_LAMBDA {
-        constexpr int index = half * kSteps + step;
-        __m512i vectors[blocks];
-        unroll<blocks>([&](auto b) PS_LAMBDA {
-          vectors[b] = load(panel + b * Product::vectors + index);
-        });
-        unroll<rows>([&](auto m) PS_LAMBDA {
+      const auto add = [&](const std::uint8_t* values) PS_LAMBDA {
+        unroll<kSteps>([&](auto step) PS_LAMBDA {
+          constexpr int index = half * kSteps + step;
+          __m512i vectors[blocks];
           unroll<blocks>([&](auto b) PS_LAMBDA {
-            sums[b][m] = Product::step(sums[b][m], vectors[b], values + m * at.stride + index * 4);
+            vectors[b] = load(panel + b * Product::vectors + index);
+          });
+          unroll<rows>([&](auto m) PS_LAMBDA {
+            const std::uint8_t* value = values + m * at.stride + index * 4;
+            unroll<blocks>([&](auto b) PS_LAMBDA {
+              sums[b][m] = Product::step(sums[b][m], vectors[b], value);
+            });
           });
         });
-      });
+      };
+      add(at.values + tile * kValueBytes);
+      __m512 scale[blocks];
       unroll<blocks>([&](auto b) PS_LAMBDA {
-        add_scaled<Product, rows, halves>(at, sums[b], tile, unit,
-                                          _mm512_loadu_ps(scales[b].scale + unit * kLanes),
-                                          scales[b].bias, totals[b]);
+        scale[b] = _mm512_loadu_ps(scales[b].scale + unit * kLanes);
+      });
+      if constexpr (Product::fine) {
+        if (fine) {
+          unroll<rows>([&](auto m) PS_LAMBDA {
+            unroll<blocks>([&](auto b) PS_LAMBDA {
+              sums[b][m] = Product::refine(
+                  sums[b][m], at.fine_corrections + m * at.stride + unit * 4);
+            });
+          });
+          add(at.fine + tile * kValueBytes);
+          unroll<blocks>([&](auto b) PS_LAMBDA {
+            scale[b] = _mm512_mul_ps(scale[b], _mm512_set1_ps(0x1p-8f));
+          });
+        }
+      }
+      unroll<blocks>([&](auto b) PS_LAMBDA {
+        add_scaled<Product, rows, halves>(at, sums[b], tile, unit, scale[b], scales[b].bias,
+                                          totals[b]);
       });
     });
   }

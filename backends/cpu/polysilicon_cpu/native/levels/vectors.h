@@ -81,17 +81,25 @@ template <class Vector>
 }
 
 [[maybe_unused]] inline float sum_of(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
   for (int half = kWidth / 2; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) x[i] += x[i + half];
   }
   return x[0];
+#endif
 }
 
 [[maybe_unused]] inline float largest_of(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
   for (int half = kWidth / 2; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
   }
   return x[0];
+#endif
 }
 
 // 2^x for x up to 127, within 2 units in the last place; 0 below -126.
@@ -120,6 +128,20 @@ template <class Vector>
   return (Floats)((Ints)value & ~gone);
 #endif
 }
+
+// 2^x for x up to 127, within 1 part in 10,000: for what is rounded to bf16.
+#if defined(__AVX512F__)
+[[maybe_unused]] inline Floats coarse_exp2_of(Floats x) {
+  x = larger(x, splat(-200.0f));
+  const Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+  const Floats r = x - whole;
+  // Minimax over [-0.5, 0.5].
+  Floats p = fma(splat(0.05517141776f), r, splat(0.2426111704f));
+  p = fma(p, r, splat(0.6932610559f));
+  p = fma(p, r, splat(0.9999280729f));
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)whole);
+}
+#endif
 
 // bf16 halves of 32-bit words as floats.
 [[maybe_unused]] inline Floats low_bf16(Words pairs) { return (Floats)(pairs << 16); }

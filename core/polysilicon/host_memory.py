@@ -1,9 +1,16 @@
-"""How much memory this machine, or the container it runs in, has and has left."""
+"""How much memory this machine, or the container it runs in, has and has left: for backends whose
+devices compute in the host's memory, which may import this module as they do `polysilicon.backend`.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+from polysilicon.backend import OutOfMemory
+
+SMALL = 4 << 20
+"""Bytes so few that asking the system how many are free takes longer than using them."""
 
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -16,21 +23,6 @@ _CGROUP_FILES = (
 
 _WITHOUT_SYSCONF = 4 << 30
 """What is assumed where the system tells nothing (no POSIX sysconf)."""
-
-
-def _read_number(path: str) -> int | None:
-    try:
-        text = Path(path).read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
-
-
-def _sysconf_bytes(pages: str) -> int | None:
-    try:
-        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        return None
 
 
 def total_memory() -> int:
@@ -48,6 +40,31 @@ def free_memory() -> int:
         if limit is not None and usage is not None:
             free = min(free, max(0, limit - usage))
     return free
+
+
+def check_fits(what: str, size: int) -> None:
+    """Raises OutOfMemory where `size` bytes are more than are free: the system gives address space
+    for more than there is, and ends the process when it is used."""
+    if size < SMALL:
+        return
+    free = free_memory()
+    if size > free:
+        raise OutOfMemory(f"{size:,} bytes of {what} do not fit in the {free:,} that are free")
+
+
+def _read_number(path: str) -> int | None:
+    try:
+        text = Path(path).read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _sysconf_bytes(pages: str) -> int | None:
+    try:
+        return os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
 
 
 def _available_bytes() -> int | None:
