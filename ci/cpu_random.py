@@ -4,7 +4,7 @@
 
 Half of the cases are products (cpu_random_products.py), half attentions (cpu_random_attention.py),
 at every instruction-set level that runs here. Ends with an error that names the case at the first
-result out of bounds. A million take about an hour on two cores that have nothing else to do.
+result out of bounds. A million take about forty minutes on two cores that have nothing else to do.
 """
 
 from __future__ import annotations

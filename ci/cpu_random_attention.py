@@ -21,8 +21,8 @@ import numpy.typing as npt
 from polysilicon.backend import KV_DTYPES, Batch, KVSpec, Rope, kv_planes
 from polysilicon.testing import oracles
 from polysilicon_cpu import levels
-from polysilicon_cpu.attention import Attention
 from polysilicon_cpu.device import CPUDevice
+from polysilicon_cpu.native.attention import Attention
 from polysilicon_cpu.options import Options
 from polysilicon_cpu.pools import CPUKVPool
 

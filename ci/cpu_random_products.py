@@ -17,12 +17,13 @@ import numpy.typing as npt
 
 from polysilicon.testing import encoded
 from polysilicon.testing.encoded import Encoded
-from polysilicon_cpu import levels, products
+from polysilicon_cpu import levels
 from polysilicon_cpu.device import CPUDevice
 from polysilicon_cpu.handles import MatrixHandle
+from polysilicon_cpu.native import products
 from polysilicon_cpu.options import Options
 
-ACTIVATIONS = ("f32", "bf16", "int8")
+ACTIVATIONS = ("f32", "bf16", "int8", "auto")
 GROUPS = (16, 32, 48, 64, 128, 256)
 ROWS_OF_A_WEIGHT = 4
 LARGEST_ROWS = 130
@@ -36,7 +37,7 @@ def roundings_of(level: str) -> tuple[str, ...]:
     """Roundings of inputs that a level has kernels for; others give what float32 gives."""
     if level == "portable":
         return ("f32",)
-    return ACTIVATIONS if level.startswith(("amx", "avx512")) else ("f32", "int8")
+    return ACTIVATIONS if level.startswith(("amx", "avx512")) else ("f32", "int8", "auto")
 
 
 def devices(threads: int) -> dict[tuple[str, str], CPUDevice]:
@@ -91,16 +92,20 @@ def largest_error(
     """What rounding may add up to, for x `[rows, K]` and W `[N, K]`: `[rows, N]`.
 
     Inputs in bf16 are off by 2^-8 of themselves, as are weights that are not whole numbers of a
-    scale; in int8, by half a step, the largest of 32 inputs having 127. Sums are in float32.
+    scale; in int8, by half a step, the largest of 32 inputs having 127, where `auto` has a second
+    term if that largest exceeds 3.5 times the root of the row's mean square. Sums are in float32.
     """
     sizes, weights = np.abs(x), np.abs(values)
     sums = sizes.sum(axis=1)[:, None] * weights.max(axis=1)
     if activations == "f32":
         return 1e-5 * sums + 1e-30
     rounding = 2.0**-7 * 1.01 * (sizes @ weights.T)
-    if activations == "int8":
+    if activations in ("int8", "auto"):
         # Act-order permutes inputs before they are rounded: the largest of a row bounds any group.
-        rounding += sizes.max(axis=1)[:, None] / 254 * 1.02 * weights.sum(axis=1)
+        largest = sizes.max(axis=1)
+        if activations == "auto":
+            largest = np.minimum(largest, 3.51 * np.sqrt(np.square(x).mean(axis=1)))
+        rounding += largest[:, None] / 254 * 1.02 * weights.sum(axis=1)
     return rounding + 1e-4 * sums
 
 

@@ -11,8 +11,8 @@ import argparse
 import json
 from pathlib import Path
 
-from polysilicon_cpu import products
 from polysilicon_cpu.device import CPUDevice
+from polysilicon_cpu.native import products
 from polysilicon_cpu.options import Options
 
 SIZES = {"L2": 1 << 20, "L3": 12 << 20, "DRAM": 512 << 20}

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from polysilicon.backend import GroupAffine
-from polysilicon_cpu import products
 from polysilicon_cpu.device import CPUDevice
 from polysilicon_cpu.handles import MatrixHandle
+from polysilicon_cpu.native import products
 from polysilicon_cpu.options import Options
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)

@@ -179,7 +179,7 @@ class Config(BaseModel):
         description="Seconds that running requests have to end after SIGTERM.",
     )
     max_body: Annotated[int, BeforeValidator(_bytes)] = Field(
-        default=32 << 20, ge=1, description="Most bytes of a request's body, or such as 32MiB."
+        default=8 << 20, ge=1, description="Most bytes of a request's body, or such as 8MiB."
     )
     otlp_endpoint: str | None = Field(
         default=None,

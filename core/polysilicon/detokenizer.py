@@ -4,6 +4,7 @@ import codecs
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from polysilicon.errors import RequestError
 from polysilicon.tokenizer import Tokenizer
@@ -95,7 +96,7 @@ class StopChecker:
             raise RequestError("a stop string is empty: leave it out")
         self._include = include
         self._may_stop = may_stop
-        self._root = _automaton(stops)
+        self._root = _automaton(tuple(stops))
         self._node = self._root
         self._held = ""
         self._matched: str | None = None
@@ -153,7 +154,8 @@ def _step(root: _Node, node: _Node, character: str) -> _Node:
         node = node.fallback
 
 
-def _automaton(stops: Sequence[str]) -> _Node:
+@lru_cache(maxsize=16)  # The choices of a request share it; it never changes.
+def _automaton(stops: tuple[str, ...]) -> _Node:
     root = _Node(0, {})
     for stop in stops:
         node = root

@@ -174,7 +174,8 @@ class Child:
             while line := output.readline(_MOST_LINE_BYTES):
                 text = line.decode("utf-8", "replace")
                 self._tail.append(" ".join(text.split()))
-                with contextlib.suppress(OSError, ValueError):
+                # There may be nobody who takes it.
+                with contextlib.suppress(OSError, ValueError, AttributeError):
                     sys.stderr.write(text)
                     sys.stderr.flush()
 

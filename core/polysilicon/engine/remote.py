@@ -38,6 +38,7 @@ class RemoteEngine:
     def __init__(self) -> None:
         self.stats = EngineStats()
         self.fresh_stats: list[EngineStats] = []
+        self._unseen_stats: list[EngineStats] = []
         self.last_step = time.monotonic()
         self._child: Child | None = None
         self._facts: ModelFacts | None = None
@@ -60,7 +61,6 @@ class RemoteEngine:
         """Serve from this process, which is ready, from now on."""
         assert self._child is None
         self._child, self._facts = child, facts
-        self.stats = EngineStats()
 
     def lose(self, cause: str) -> None:
         """The process is gone: what it had ends with this error."""
@@ -69,7 +69,11 @@ class RemoteEngine:
             self._end(number, cause)
         while self._checks:
             self._checks.popleft().set_exception(ServiceUnavailable(cause))
-        self.stats = EngineStats()
+        self._note(
+            dataclasses.replace(
+                self.stats, requests=0, running=0, waiting={}, kv=(), step_seconds=()
+            )
+        )
 
     def add(self, request: Request) -> None:
         """Send a request. Raises RequestError when no engine could serve it, ServiceUnavailable
@@ -102,7 +106,6 @@ class RemoteEngine:
     def step(self) -> list[RequestOutput]:
         """What has arrived since the last call; waits for nothing."""
         outputs, self._ended = self._ended, []
-        self.fresh_stats = []
         if self._child is not None:
             for report in self._child.receive():
                 if isinstance(report, messages.News):
@@ -110,6 +113,7 @@ class RemoteEngine:
                 elif isinstance(report, messages.Checked):
                     self._checks.popleft().set_result(report.error)
         ended, self._ended = self._ended, []
+        self.fresh_stats, self._unseen_stats = self._unseen_stats, []
         return [*outputs, *ended]
 
     async def check(self) -> str | None:
@@ -128,8 +132,7 @@ class RemoteEngine:
     def _take(self, news: messages.News, outputs: list[RequestOutput]) -> None:
         self.last_step = time.monotonic()
         if news.stats is not None:
-            self.stats = news.stats
-            self.fresh_stats.append(news.stats)
+            self._note(news.stats)
         for number, choice, token in messages.unpack_tokens(news.tokens):
             sent = self._sent.get(number)
             if sent is not None and choice in sent.choices:
@@ -146,6 +149,10 @@ class RemoteEngine:
                 outputs.append(output)
                 if output.finish_reason is not None:
                     self._forget(number, output.choice)
+
+    def _note(self, stats: EngineStats) -> None:
+        self.stats = stats
+        self._unseen_stats.append(stats)
 
     def _end(self, number: int, error: str | None, *, refused: bool = False) -> None:
         """End a request with an error."""

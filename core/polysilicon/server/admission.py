@@ -36,8 +36,8 @@ class Admission:
         self, request: Request, *, sequences: int, facts: ModelFacts, stats: EngineStats
     ) -> None:
         """Raises Overloaded. sequences: those in the engine and on their way to it."""
-        # Where something waits, what runs is all that there is room for.
-        room = stats.running if stats.num_waiting else facts.max_sequences
+        # Where something waits for room, what runs is all that there is room for.
+        room = stats.running if stats.waiting.get("capacity") else facts.max_sequences
         waiting = sequences + 1 - room
         if waiting > self._max_waiting:
             raise Overloaded(

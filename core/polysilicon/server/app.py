@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from polysilicon.errors import PolysiliconError
@@ -121,7 +122,8 @@ def _answer_errors(app: FastAPI) -> None:
         return _respond(request.url.path, of_details(list(error.errors())))
 
     @app.exception_handler(ClientGone)
-    async def _gone(request: Request, error: ClientGone) -> Response:
+    @app.exception_handler(ClientDisconnect)
+    async def _gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
     @app.exception_handler(Exception)

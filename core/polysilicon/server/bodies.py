@@ -8,7 +8,14 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    FailFast,
+    ValidationError,
+    model_validator,
+)
 from starlette.requests import Request
 
 from polysilicon.server.errors import ApiError, invalid, of_validation
@@ -18,6 +25,7 @@ logger = logging.getLogger(__name__)
 SCHEMA_REFERENCE = "#/components/schemas/{model}"
 _MOST_NAMES_WARNED = 200
 _MISSPELT = 0.87
+_MOST_FIELDS = 64
 _warned: set[str] = set()
 
 
@@ -29,6 +37,31 @@ def _whole(value: object) -> object:
 
 
 Int = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int)]
+
+
+class _FailFast(FailFast):
+    # pydantic's own has no hash, which an alternative of a union needs.
+    __hash__ = object.__hash__
+
+
+FAIL_FAST = _FailFast()
+"""For every list of a body: a million wrong items would else be a million errors."""
+
+
+class Part(BaseModel):
+    """An object within a body whose fields are all known."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, populate_by_name=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, value: object) -> object:
+        # Each unknown field would be an error of its own.
+        if isinstance(value, dict) and len(value) > _MOST_FIELDS:
+            raise ValueError(f"it has more than {_MOST_FIELDS} fields")
+        return value
 
 
 class Body(BaseModel):
@@ -85,6 +118,10 @@ def checked(kind: type[BodyType], value: object) -> BodyType:
 
 
 def _check_extra(kind: type[Body], extra: Mapping[str, Any]) -> None:
+    if len(extra) > _MOST_FIELDS:
+        raise invalid(f"the body has more than {_MOST_FIELDS} unknown fields: leave them out")
+    if len(extra) > _MOST_FIELDS:
+        raise invalid(f"the body has {len(extra)} unknown fields: leave them out")
     for name, value in extra.items():
         if value is None or name in kind.ignored:
             continue
@@ -95,7 +132,8 @@ def _check_extra(kind: type[Body], extra: Mapping[str, Any]) -> None:
                     f"{name} is not supported: leave it out", name, "unsupported_parameter"
                 )
             continue
-        close = difflib.get_close_matches(name, kind.model_fields, n=1, cutoff=_MISSPELT)
+        # A long name resembles none, which takes long to find out.
+        close = difflib.get_close_matches(name[:100], kind.model_fields, n=1, cutoff=_MISSPELT)
         if close:
             raise invalid(f"unknown field {name[:100]!r}: did you mean {close[0]!r}?", name[:100])
         if name not in _warned and len(_warned) < _MOST_NAMES_WARNED:

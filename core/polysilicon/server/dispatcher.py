@@ -27,7 +27,7 @@ _CANCEL_SECONDS = 5.0
 
 
 class Watcher(Protocol):
-    """Who is told of every request, as it happens and before its consumer."""
+    """Who is told of every request, as it happens."""
 
     def submitted(self, request: Request) -> None:
         """The engine was given a request."""
@@ -224,18 +224,22 @@ class Dispatcher:
 
     def _deliver(self) -> None:
         """Give everything that has arrived to the streams that it is for."""
+        told = []
         for output in self._client.poll():
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue
             if not stream.num_tokens:
                 self._admission.started(stream.request)
-            for watcher in self._watchers:
-                watcher.news(output)
             stream.push(output)
+            told.append(output)
             if stream.ended:
                 self._admission.ended(stream.request, stream.num_tokens)
                 self._remove(output.request_id)
+        # Consumers come first: whatever becomes of a watcher, they are not left waiting.
+        for output in told:
+            for watcher in self._watchers:
+                watcher.news(output)
         for stats in self._supervisor.engine.fresh_stats:
             for observer in self._observers:
                 observer(stats)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +27,6 @@ _KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-_MOST_SHOWN = 300
 
 
 class ApiError(PolysiliconError):
@@ -111,9 +111,14 @@ def _most_telling(details: list[Any]) -> Any:
     return max(details, key=lambda detail: len(detail["loc"]) if detail["loc"] else 0)
 
 
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = 200
+_repr.maxlevel = 3
+
+
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else text[:_MOST_SHOWN] + "..."
+    """A value for people to read, shortened before it is written out."""
+    return _repr.repr(value)
 
 
 def api_error(error: PolysiliconError) -> ApiError:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
 _encoder = msgspec.json.Encoder()
-encode = _encoder.encode
-"""A value of plain JSON types as UTF-8."""
+
+
+def encode(value: Any) -> bytes:
+    """A value of plain JSON types as UTF-8; lone surrogates are written as escapes."""
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError:
+        # A model may write half a character as an escape in a tool call's JSON.
+        return json.dumps(value, separators=(",", ":")).encode()
 
 
 def event(data: bytes) -> bytes:

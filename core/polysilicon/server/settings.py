@@ -42,7 +42,7 @@ class Settings:
     model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     request_timeout: float = 600.0
-    max_body: int = 32 << 20
+    max_body: int = 8 << 20
     cors_origins: tuple[str, ...] = ()
     sampling: dict[str, Any] = dataclasses.field(default_factory=dict)
     slo: SLO = SLO()

@@ -23,8 +23,8 @@ except library.LibraryError as failure:
     pytest.skip(str(failure), allow_module_level=True)
 
 from polysilicon_cpu import levels
-from polysilicon_cpu.attention import Attention
 from polysilicon_cpu.device import CPUDevice
+from polysilicon_cpu.native.attention import Attention
 from polysilicon_cpu.options import Options
 from polysilicon_cpu.pools import CPUKVPool
 

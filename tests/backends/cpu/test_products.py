@@ -20,9 +20,10 @@ try:
 except library.LibraryError as failure:
     pytest.skip(str(failure), allow_module_level=True)
 
-from polysilicon_cpu import levels, products
+from polysilicon_cpu import levels
 from polysilicon_cpu.device import CPUDevice
 from polysilicon_cpu.handles import MatrixHandle
+from polysilicon_cpu.native import products
 from polysilicon_cpu.options import Options
 
 LEVELS = [level for level in levels.built() if levels.failure(level) is None]
@@ -108,6 +109,27 @@ def test_int8_and_bf16_activations_differ_only_in_rounding(
     expected = x.astype(np.float64) @ part.values.T
     actual = products.linear(device, handle, x)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5 * np.abs(x).sum(1).max())
+
+
+@pytest.mark.parametrize("rows", [1, 6, 40])
+@pytest.mark.parametrize("group", [16, 32])
+def test_auto_keeps_small_inputs_beside_large_ones(
+    level: str, rng: np.random.Generator, group: int, rows: int
+) -> None:
+    """int8 loses inputs that share a scale with one a thousand times as large; `auto` does not."""
+    part = encoded.affine(rng, (50, 320), 5, group, "offset")
+    x = rng.standard_normal((rows, 320), np.float32)
+    outliers = rng.integers(0, 320, rows)
+    large = np.zeros_like(x)
+    large[np.arange(rows), outliers] = 1000.0
+    x[np.arange(rows), outliers] = 0.0
+    expected = (x + large).astype(np.float64) @ part.values.T
+    device = CPUDevice(Options(level=level, threads=2, activations="auto"))
+    actual = products.linear(device, put(device, part.weight), x + large)
+    device.close()
+    # The step of the first term is 1000 / 127, that of the second a 256th of it.
+    largest = np.abs(part.values).max()
+    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=0.3 * largest)
 
 
 @pytest.mark.parametrize("rows", [1, 20])

@@ -96,9 +96,9 @@ def serve() -> Callable[..., contextlib.AbstractContextManager[Served]]:
     return running
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(smollm2_path: Path) -> Iterator[Served]:
-    """SmolLM2, one server for a module."""
+    """SmolLM2, one server for all tests that leave it as it was."""
     with running(str(smollm2_path), "--served-model-name", "smollm2") as served:
         yield served
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import jsonschema
 import pytest
 
+from polysilicon.server import json_text
 from polysilicon.server.events import TextDelta
 from polysilicon.server.parsing.formats import chat_format
 from polysilicon.server.parsing.tool_calls import (
@@ -95,3 +97,12 @@ def test_required_calls_have_a_schema() -> None:
     assert not valid([call] * 3)
     assert not valid([{"name": "other", "arguments": {}}])
     assert not valid([{"name": "tree", "arguments": {"root": {"size": 1, "next": {}}}}])
+
+
+@pytest.mark.parametrize(
+    "value", ["a", {"b": [1, None, 2.5, True]}, "half \ud800", {"x\udfff": "y"}, 10**30, "é\n\0"]
+)
+def test_json_of_whatever_a_model_writes(value) -> None:
+    written = json_text.encode(value)
+    assert json.loads(written) == value
+    assert written.decode()

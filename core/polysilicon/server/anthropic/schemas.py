@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from polysilicon.server.bodies import Body, Int
+from polysilicon.server.bodies import FAIL_FAST, Body, Int, Part
 
 Block = dict[str, Any]
+Blocks = Annotated[list[Block], FAIL_FAST]
 
 
 class InputMessage(BaseModel):
@@ -17,23 +18,19 @@ class InputMessage(BaseModel):
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | Blocks
 
 
-class ToolChoice(BaseModel):
+class ToolChoice(Part):
     """Whether and which tools are called."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(Part):
     """How hard the model thinks, and what its answer must be."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     effort: str | None = None
     format: dict[str, Any] | None = None
@@ -51,9 +48,9 @@ class CountTokensBody(Body):
     """`POST /v1/messages/count_tokens`."""
 
     model: str | None = None
-    messages: list[InputMessage] = Field(min_length=1)
-    system: str | list[Block] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[list[InputMessage], FAIL_FAST] = Field(min_length=1)
+    system: str | Blocks | None = None
+    tools: Blocks | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
@@ -73,7 +70,7 @@ class MessagesBody(CountTokensBody):
     """`POST /v1/messages`."""
 
     max_tokens: Annotated[Int, Field(ge=1)]
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], FAIL_FAST] | None = None
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None

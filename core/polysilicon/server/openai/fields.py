@@ -6,9 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from polysilicon.server.bodies import Body, Int
+from polysilicon.server.bodies import FAIL_FAST, Body, Int, Part
 
-Ids = Annotated[list[Int], Field(max_length=1 << 20)]
+Ids = Annotated[list[int], FAIL_FAST]
+Texts = Annotated[list[str], FAIL_FAST]
+Objects = Annotated[list[dict[str, Any]], FAIL_FAST]
+TextsOrIds = Annotated[
+    str | Texts | Ids | Annotated[list[Ids], FAIL_FAST], Field(union_mode="left_to_right")
+]
+"""One text or many, as text or as token ids."""
 
 
 class StreamOptions(BaseModel):
@@ -42,14 +48,12 @@ class ResponseFormat(BaseModel):
     json_schema: JsonSchemaFormat | None = None
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Part):
     """vLLM's `structured_outputs`: one of these says what the output must be."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, populate_by_name=True)
 
     json_value: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Texts | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
@@ -59,10 +63,8 @@ class StructuredOutputs(BaseModel):
     whitespace_pattern: str | None = None
 
 
-class SLOFields(BaseModel):
+class SLOFields(Part):
     """What the request must meet to count as goodput, in milliseconds."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     ttft: float | None = None
     tpot: float | None = None
@@ -86,14 +88,14 @@ class GeneratingBody(Body):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Int | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     stop_token_ids: Ids | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    logit_bias: dict[str, float] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: dict[str, Any] | None = None
+    bad_words: Texts | None = None
     allowed_token_ids: Ids | None = None
     prompt_logprobs: Int | None = None
     truncate_prompt_tokens: Int | None = None
@@ -104,7 +106,7 @@ class GeneratingBody(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
 
     priority: Int | None = None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from polysilicon.server.bodies import Int
-from polysilicon.server.openai.fields import GeneratingBody
+from polysilicon.server.bodies import FAIL_FAST, Int, Part
+from polysilicon.server.openai.fields import GeneratingBody, Objects
 
 Item = dict[str, Any]
+_Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
 class TextFormat(BaseModel):
@@ -25,10 +26,8 @@ class TextFormat(BaseModel):
     strict: bool | None = None
 
 
-class TextOptions(BaseModel):
+class TextOptions(Part):
     """`text`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
@@ -46,16 +45,14 @@ class ReasoningOptions(BaseModel):
 class ResponsesBody(GeneratingBody):
     """`POST /v1/responses`, of which nothing is stored."""
 
-    input: str | list[Item]
+    input: str | Objects
     instructions: str | None = None
     max_output_tokens: Int | None = None
     top_logprobs: Int | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
-        None
-    )
+    include: Annotated[list[_Included], FAIL_FAST] | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -20,8 +20,9 @@ _SAME_NAME = (
     "skip_special_tokens",
 )  # fmt: skip
 _MOST_STOPS = 256
-_MOST_STOP_CHARACTERS = 4096
+_MOST_STOP_CHARACTERS = 16_384
 _MOST_BAD_WORDS = 1024
+_MOST_BAD_WORD_CHARACTERS = 16_384
 
 
 def sampling_params(
@@ -158,30 +159,32 @@ def _choice(texts: list[str], field: str) -> Grammar:
 def _stops(stop: str | list[str]) -> tuple[str, ...]:
     """Stop texts; empty ones ask for nothing."""
     stops = tuple(text for text in ([stop] if isinstance(stop, str) else stop) if text)
-    if len(stops) > _MOST_STOPS or any(len(text) > _MOST_STOP_CHARACTERS for text in stops):
+    if len(stops) > _MOST_STOPS or sum(map(len, stops)) > _MOST_STOP_CHARACTERS:
         raise invalid(
-            f"stop holds more than {_MOST_STOPS} texts, or one of more than "
-            f"{_MOST_STOP_CHARACTERS} characters: send fewer, shorter ones",
+            f"stop holds more than {_MOST_STOPS} texts, or more than {_MOST_STOP_CHARACTERS} "
+            "characters: send fewer, shorter ones",
             "stop",
         )
     return stops
 
 
-def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+def _logit_bias(bias: Mapping[str, Any]) -> dict[int, float]:
     result = {}
     for key, value in bias.items():
         if not key.isascii() or not key.isdigit() or len(key) > 9:
             raise invalid(f"logit_bias: {key[:40]!r} is no token id", "logit_bias")
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise invalid(f"logit_bias: {value!r:.40} is no number", "logit_bias")
         result[int(key)] = float(value)
     return result
 
 
 def _bad_words(words: list[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
     """Each word's tokens as it begins a text and as it follows a space."""
-    if len(words) > _MOST_BAD_WORDS or any(len(word) > 1024 for word in words):
+    if len(words) > _MOST_BAD_WORDS or sum(map(len, words)) > _MOST_BAD_WORD_CHARACTERS:
         raise invalid(
-            f"bad_words holds more than {_MOST_BAD_WORDS} words, or one of more than 1024 "
-            "characters: send fewer, shorter ones",
+            f"bad_words holds more than {_MOST_BAD_WORDS} words, or more than "
+            f"{_MOST_BAD_WORD_CHARACTERS} characters: send fewer, shorter ones",
             "bad_words",
         )
     found: dict[tuple[int, ...], None] = {}

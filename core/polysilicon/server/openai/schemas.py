@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from polysilicon.server.bodies import Body, Int
-from polysilicon.server.openai.fields import GeneratingBody, Ids
+from polysilicon.server.bodies import FAIL_FAST, Body, Int
+from polysilicon.server.openai.fields import GeneratingBody, Ids, Objects, TextsOrIds
 
 _TEXT_PART = {
     "type": "object",
@@ -37,16 +37,16 @@ Message = Annotated[
 class ChatBody(GeneratingBody):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], FAIL_FAST] = Field(min_length=1)
     max_tokens: Int | None = None
     max_completion_tokens: Int | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -71,7 +71,7 @@ class ChatBody(GeneratingBody):
 class CompletionBody(GeneratingBody):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | Ids | list[Ids] = Field(union_mode="left_to_right")
+    prompt: TextsOrIds
     max_tokens: Int | None = 16
     logprobs: Int | None = None
     echo: bool = False
@@ -90,7 +90,7 @@ class EmbeddingBody(Body):
     """`POST /v1/embeddings`. pooling: of the last layer's hidden states."""
 
     model: str | None = None
-    input: str | list[str] | Ids | list[Ids] = Field(union_mode="left_to_right")
+    input: TextsOrIds
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Int | None = None
     pooling: Literal["mean", "last"] | None = None
@@ -108,12 +108,12 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], FAIL_FAST] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     return_token_strs: bool | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     refused = {"chat_template": (), "mm_processor_kwargs": ({},)}  # noqa: RUF012

@@ -167,8 +167,9 @@ void check_product(Context& context, Random& random) {
       const double* weights = values.data() + n * columns;
       double expected = added == nullptr ? 0.0 : static_cast<double>(added[n]);
       for (int k = 0; k < columns; ++k) expected += input[k] * weights[k];
+      const double allowed = largest_error(inputs, input, weights, columns, spread);
       expect_near(out[static_cast<std::size_t>(row * outputs + n)], expected,
-                  largest_error(inputs, input, weights, columns, spread) + 2e-6 * std::fabs(expected),
+                  allowed + 2e-6 * std::fabs(expected),
                   std::to_string(rows) + " rows of " + std::to_string(columns) + " inputs, " +
                       std::to_string(parts[0]->part.bits) + " bits");
     }

@@ -210,8 +210,8 @@ void tile_values(const Segment& segment, const std::uint8_t* tile, const float* 
   }
 }
 
-[[maybe_unused]] void prepare_float32(const RecordLayout& layout, const float* x, const std::int32_t* order,
-                     std::uint8_t* record) {
+[[maybe_unused]] void prepare_float32(const RecordLayout& layout, const float* x,
+                                      const std::int32_t* order, std::uint8_t* record) {
   float* values = reinterpret_cast<float*>(record + layout.float32.values_at);
   if (order == nullptr) {
     std::memcpy(values, x, static_cast<std::size_t>(layout.inputs) * sizeof(float));

@@ -48,9 +48,9 @@ PS_INLINE void inputs_of(const RecordLayout& layout, const float* x, const std::
   for (int k = count; k < kTile; ++k) out[k] = 0.0f;
 }
 
-PS_INLINE void put_sum(const RecordPart& part, int sum_at, int correction_at, int fine_correction_at,
-                       int units, int unit, float scale, int sum, int fine_sum,
-                       std::uint8_t* record) {
+PS_INLINE void put_sum(const RecordPart& part, int sum_at, int correction_at,
+                       int fine_correction_at, int units, int unit, float scale, int sum,
+                       int fine_sum, std::uint8_t* record) {
   write(record + sum_at + unit * 4, scale * (static_cast<float>(sum * 256 + fine_sum) * 0x1p-8f));
   for (int i = 0; i < part.correction_count; ++i) {
     const auto factor = static_cast<std::int32_t>(part.corrections[i]);

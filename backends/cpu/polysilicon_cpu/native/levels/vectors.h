@@ -7,12 +7,7 @@
 #include <cstring>
 
 #if defined(__AVX2__)
-// gcc 12 takes the deliberately undefined operand of unmasked AVX512 intrinsics for a mistake.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
-#pragma GCC diagnostic pop
 #elif defined(__ARM_NEON) && !defined(PS_PORTABLE)
 #define PS_NEON
 #include <arm_neon.h>
