@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 
 from polysilicon.backend import AdapterWeights, DeviceError, OutOfMemory, PendingTokens
-from polysilicon.batch import Float32, SampledTokens
+from polysilicon.batch import Float32
+from polysilicon.engine.adapters import Adapters
 from polysilicon.engine.batching import SequenceSampling, StepArrays, build_step
 from polysilicon.engine.checks import check_request
 from polysilicon.engine.following import Following
+from polysilicon.engine.outputs import Choice
 from polysilicon.engine.pooling import Pooling
 from polysilicon.engine.stats import EngineStats
 from polysilicon.errors import RequestError
@@ -28,28 +29,10 @@ from polysilicon.request import (
     FinishReason,
     Request,
     RequestOutput,
-    RequestTimes,
-    TokenLogprobs,
 )
 from polysilicon.sampling.grammar import Grammars, GrammarState
 from polysilicon.sampling.rows import SequenceSampler
 from polysilicon.scheduler import Scheduler, Sequence, Step
-
-
-@dataclasses.dataclass(slots=True, eq=False)
-class _Choice:
-    """One choice of a request while it lives in the engine. is_new: nothing was told of it yet.
-    held: tokens that its grammar forced before the first one was sampled, to be told with it."""
-
-    request: Request
-    index: int
-    arrival: float
-    is_new: bool = True
-    held: tuple[int, ...] = ()
-    first_scheduled: float | None = None
-    first_token: float | None = None
-    pooling: Pooling | None = None
-    scores: list[TokenLogprobs] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -108,11 +91,10 @@ class Engine:
         self._default_slo = default_slo
         self._model_identity = model_identity
         self._kv_dtype = kv_dtype
-        self._free_adapter_slots = list(range(max_adapters, 0, -1))
-        self._adapters: dict[str, tuple[int, str]] = {}
+        self._adapters = Adapters(executor, max_adapters)
         self._depth = 2 if run_ahead else 1
         self._in_flight: deque[_InFlight] = deque()
-        self._choices: dict[Sequence, _Choice] = {}
+        self._choices: dict[Sequence, Choice] = {}
         self._samplings: dict[Sequence, SequenceSampling] = {}
         self._requests: dict[str, list[Sequence]] = {}
         self._unscheduled: set[Sequence] = set()
@@ -157,12 +139,7 @@ class Engine:
                 "what runs this model gives no hidden states for embeddings: use --executor native"
             )
         params = request.params
-        slot, adapter = 0, None
-        if request.adapter is not None:
-            if request.adapter not in self._adapters:
-                loaded = ", ".join(sorted(self._adapters)) or "none"
-                raise RequestError(f"no adapter {request.adapter!r} is loaded (loaded: {loaded})")
-            slot, adapter = self._adapters[request.adapter]
+        slot, adapter = self._adapters.find(request.adapter)
         root = root_identity(
             model=self._model_identity,
             kv_dtype=self._kv_dtype,
@@ -204,7 +181,7 @@ class Engine:
             self._serial += 1
             if request.grammar is None:
                 self.scheduler.add(sequence)
-            self._choices[sequence] = _Choice(request, index, arrival)
+            self._choices[sequence] = Choice(request, index, arrival)
             self._unscheduled.add(sequence)
             if request.embed is not None:
                 self._choices[sequence].pooling = Pooling(request.embed, len(request.prompt))
@@ -249,33 +226,14 @@ class Engine:
     def add_adapter(self, name: str, weights: AdapterWeights) -> None:
         """Load a LoRA adapter under a name. Raises RequestError when the name or all slots are
         taken, and when the executor serves none or the weights do not fit the model."""
-        if not self.executor.serves_adapters:
-            raise RequestError(
-                f"adapter {name!r} cannot be loaded: what runs this model serves no adapters; use "
-                "a backend that does, with --executor native"
-            )
-        if name in self._adapters:
-            raise RequestError(f"an adapter {name!r} is loaded already: remove it first")
-        if not self._free_adapter_slots:
-            raise RequestError("all adapter slots are taken: remove an adapter first")
-        slot = self._free_adapter_slots[-1]
-        try:
-            self.executor.write_adapter(slot, weights)
-        except ValueError as error:
-            raise RequestError(f"adapter {name!r} does not fit the model: {error}") from error
-        self._free_adapter_slots.pop()
-        self._adapters[name] = (slot, _adapter_identity(name, weights))
+        self._adapters.add(name, weights)
 
     def remove_adapter(self, name: str) -> None:
         """Unload an adapter. Raises RequestError while requests use it."""
-        if name not in self._adapters:
-            raise RequestError(f"no adapter {name!r} is loaded")
-        slot, _ = self._adapters[name]
+        slot, _ = self._adapters.find(name)
         if self._in_flight or any(sequence.adapter_slot == slot for sequence in self._choices):
             raise RequestError(f"adapter {name!r} is in use: wait until its requests have ended")
-        del self._adapters[name]
-        self.executor.clear_adapter(slot)
-        self._free_adapter_slots.append(slot)
+        self._adapters.remove(name)
 
     def stats(self) -> EngineStats:
         """The engine now; `step_seconds` are of the steps since the last call, 1,024 at most."""
@@ -340,7 +298,7 @@ class Engine:
             choice=choice.index,
             ids=choice.held,
             finish_reason=reason,
-            times=_times(sequence, choice, choice.first_token),
+            times=choice.times(sequence, choice.first_token),
         )
         if reason is not None:
             self._forget(sequence)
@@ -417,8 +375,7 @@ class Engine:
         self._last_result = now
         for sequence, rows in flight.arrays.score_rows.items():
             if sequence in self._choices:
-                choice = self._choices[sequence]
-                choice.scores.extend(_prompt_logprobs(result, flight.arrays, rows, choice))
+                self._choices[sequence].score(result, flight.arrays.sampling, rows)
         draw_rows = flight.arrays.draw_rows
         tokens = result.tokens[np.fromiter(draw_rows.values(), np.int32, len(draw_rows))]
         outputs = []
@@ -438,9 +395,10 @@ class Engine:
                 ids += self._following.jump(sequence, sampling)
                 reason = None if grammar.at_end else sequence.finish_reason
                 grown.append((sequence, sampling))
-            outputs.append(
-                self._output(sequence, choice, result, draw_rows[sequence], ids, reason, now)
-            )
+            if choice.is_new:
+                self.counts.prompt_tokens += sequence.num_prompt - sequence.num_cached
+            self.counts.output_tokens += len(ids)
+            outputs.append(choice.output(sequence, result, draw_rows[sequence], ids, reason, now))
             if reason is not None:
                 self._forget(sequence)
         if grown:
@@ -449,43 +407,6 @@ class Engine:
                 outputs.append(self._ending_grammar(sequence, error))
         self.counts.core_seconds += time.perf_counter() - began
         return outputs
-
-    def _output(
-        self,
-        sequence: Sequence,
-        choice: _Choice,
-        result: SampledTokens,
-        row: int,
-        ids: tuple[int, ...],
-        reason: FinishReason | None,
-        now: float,
-    ) -> RequestOutput:
-        params = choice.request.params
-        first, choice.is_new = choice.is_new, False
-        if first:
-            self.counts.prompt_tokens += sequence.num_prompt - sequence.num_cached
-            choice.first_token = now if ids else None
-        self.counts.output_tokens += len(ids)
-        top: tuple[tuple[int, float], ...] = ()
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if params.logprobs is not None:
-            top = _top(result, row, params.logprobs)
-            if ids:
-                assert result.logprobs is not None
-                [token] = ids
-                logprobs = (TokenLogprobs(id=token, logprob=float(result.logprobs[row]), top=top),)
-        return RequestOutput(
-            request_id=choice.request.id,
-            choice=choice.index,
-            ids=ids,
-            logprobs=logprobs,
-            prompt_logprobs=tuple(choice.scores) if first else (),
-            next_top=top if first else (),
-            num_cached_tokens=sequence.num_cached if first else 0,
-            finish_reason=reason,
-            times=_times(sequence, choice, now) if first or reason else None,
-            embedding=choice.pooling.result() if choice.pooling and reason else (),
-        )
 
     def _fail(self, cause: str) -> list[RequestOutput]:
         self.failure = cause
@@ -517,14 +438,7 @@ class Engine:
         choice = self._choices[sequence]
         self.scheduler.finish(sequence, reason)
         self._forget(sequence)
-        return RequestOutput(
-            request_id=choice.request.id,
-            choice=choice.index,
-            finish_reason=reason,
-            error=error,
-            refused=refused,
-            times=_times(sequence, choice, time.monotonic()),
-        )
+        return choice.ending(sequence, reason, error, time.monotonic(), refused=refused)
 
     def _forget(self, sequence: Sequence) -> None:
         choice = self._choices.pop(sequence)
@@ -537,50 +451,5 @@ class Engine:
             del self._requests[choice.request.id]
 
 
-def _times(sequence: Sequence, choice: _Choice, now: float) -> RequestTimes:
-    return RequestTimes(
-        arrival=choice.arrival,
-        first_scheduled=choice.first_scheduled,
-        first_token=choice.first_token,
-        finished=None if sequence.finish_reason is None else now,
-        num_preemptions=sequence.num_preemptions,
-    )
-
-
 def _seconds(milliseconds: float | None) -> float | None:
     return None if milliseconds is None else milliseconds / 1000
-
-
-def _adapter_identity(name: str, weights: AdapterWeights) -> str:
-    """What cached KV is named by: the name, and every matrix with the place that it changes."""
-    digest = hashlib.sha256(name.encode())
-    for target in sorted(weights):
-        for index, part in enumerate(weights[target]):
-            for matrix in part or ():
-                digest.update(repr((target, index, matrix.shape)).encode())
-                digest.update(np.ascontiguousarray(matrix, np.float32).tobytes())
-    return digest.hexdigest()
-
-
-def _top(result: SampledTokens, row: int, count: int) -> tuple[tuple[int, float], ...]:
-    """The `count` most likely ids of a row of logits with their log-probabilities."""
-    if not count:
-        return ()
-    assert result.top_ids is not None
-    assert result.top_logprobs is not None
-    ids, values = result.top_ids[row, :count], result.top_logprobs[row, :count]
-    return tuple(zip(ids.tolist(), values.tolist(), strict=True))
-
-
-def _prompt_logprobs(
-    result: SampledTokens, arrays: StepArrays, rows: range, choice: _Choice
-) -> Iterator[TokenLogprobs]:
-    targets, values = arrays.sampling.targets, result.target_logprobs
-    assert targets is not None
-    assert values is not None
-    for row in rows:
-        yield TokenLogprobs(
-            id=int(targets[row]),
-            logprob=float(values[row]),
-            top=_top(result, row, choice.request.params.prompt_logprobs or 0),
-        )

@@ -15,6 +15,9 @@ from polysilicon.server.parsing.formats import chat_format
 from polysilicon.server.prompts import Prompts
 from polysilicon.server.settings import Settings
 
+_MOST_STOPS = 256
+_MOST_STOP_CHARACTERS = 16_384
+
 
 class Service:
     """One model as the HTTP endpoints see it."""
@@ -117,6 +120,17 @@ class Service:
             "max_tokens",
             code="context_length_exceeded",
         )
+
+
+def stop_texts(stops: Sequence[str], field: str) -> tuple[str, ...]:
+    """The stop texts of a request's field; empty ones ask for nothing. Raises ApiError (400)."""
+    if len(stops) > _MOST_STOPS or sum(map(len, stops)) > _MOST_STOP_CHARACTERS:
+        raise invalid(
+            f"{field} holds more than {_MOST_STOPS} texts, or more than {_MOST_STOP_CHARACTERS:,} "
+            "characters: send fewer, shorter ones",
+            field,
+        )
+    return tuple(filter(None, stops))
 
 
 def new_id(prefix: str, given: str | None = None) -> str:

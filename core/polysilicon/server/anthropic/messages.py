@@ -19,7 +19,7 @@ from polysilicon.server.bodies import openapi_body, read_body
 from polysilicon.server.chat_plan import plan_chat
 from polysilicon.server.connection import EventStream, connected
 from polysilicon.server.events import Finished
-from polysilicon.server.service import Service, Usage, new_id
+from polysilicon.server.service import Service, Usage, new_id, stop_texts
 from polysilicon.server.turns import Answer, ChatTurn, chat_turn, whole_turn
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -61,7 +61,7 @@ async def _prepare(service: Service, body: MessagesBody) -> _Message:
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": body.top_k,
-        "stop": tuple(stop for stop in body.stop_sequences or () if stop),
+        "stop": stop_texts(body.stop_sequences or (), "stop_sequences"),
     }
     given = {name: value for name, value in said.items() if value is not None}
     params = SamplingParams(**service.sampling_defaults | given | {"max_tokens": body.max_tokens})

@@ -11,7 +11,7 @@ import msgspec
 from polysilicon.request import SLO, Grammar, SamplingParams
 from polysilicon.server.errors import invalid
 from polysilicon.server.openai.fields import GeneratingBody, StructuredOutputs
-from polysilicon.server.service import Service
+from polysilicon.server.service import Service, stop_texts
 from polysilicon.tokenizer import Tokenizer
 
 _SAME_NAME = (
@@ -19,8 +19,6 @@ _SAME_NAME = (
     "presence_penalty", "frequency_penalty", "ignore_eos", "prompt_logprobs",
     "skip_special_tokens",
 )  # fmt: skip
-_MOST_STOPS = 256
-_MOST_STOP_CHARACTERS = 16_384
 _MOST_BAD_WORDS = 1024
 _MOST_BAD_WORD_CHARACTERS = 16_384
 
@@ -43,7 +41,8 @@ def sampling_params(
             raise invalid("seed must be an integer of 64 bits", "seed")
         said["seed"] = body.seed % 2**64
     if body.stop is not None:
-        said["stop"] = _stops(body.stop)
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop
+        said["stop"] = stop_texts(stops, "stop")
     if body.stop_token_ids is not None:
         said["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.allowed_token_ids is not None:
@@ -156,18 +155,6 @@ def _choice(texts: list[str], field: str) -> Grammar:
     return Grammar(kind="choice", text=json.dumps(texts))
 
 
-def _stops(stop: str | list[str]) -> tuple[str, ...]:
-    """Stop texts; empty ones ask for nothing."""
-    stops = tuple(text for text in ([stop] if isinstance(stop, str) else stop) if text)
-    if len(stops) > _MOST_STOPS or sum(map(len, stops)) > _MOST_STOP_CHARACTERS:
-        raise invalid(
-            f"stop holds more than {_MOST_STOPS} texts, or more than {_MOST_STOP_CHARACTERS} "
-            "characters: send fewer, shorter ones",
-            "stop",
-        )
-    return stops
-
-
 def _logit_bias(bias: Mapping[str, Any]) -> dict[int, float]:
     result = {}
     for key, value in bias.items():
@@ -175,7 +162,10 @@ def _logit_bias(bias: Mapping[str, Any]) -> dict[int, float]:
             raise invalid(f"logit_bias: {key[:40]!r} is no token id", "logit_bias")
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise invalid(f"logit_bias: {value!r:.40} is no number", "logit_bias")
-        result[int(key)] = float(value)
+        try:
+            result[int(key)] = float(value)
+        except OverflowError:
+            raise invalid("logit_bias holds a number that is too large", "logit_bias") from None
     return result
 
 
