@@ -6,9 +6,9 @@ The right answers are computed first by an engine in this process, one request a
 runs with `--deterministic`, so that what it answers must be equal, token by token, whatever runs
 beside it: chat and completions, streamed or not, several choices, stop texts, grammars, seeded
 draws, log-probabilities. Between them clients leave at random moments or read slowly, and send bad
-bodies, which must get a 4xx with an error object. A first part of the time is warm-up; at its end
-and at the end of all, with nothing running, both processes are measured. Exit status 1 when an
-answer was wrong, something leaked or failed.
+bodies, which must get a 4xx with an error object. The first third of the time is warm-up; after it
+and at the end, with nothing running, both processes are measured. Exit status 1 when an answer was
+wrong, something leaked or failed.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,6 @@ from polysilicon.testing.served import (
 
 KEY = "soak-key"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
-WARM_UP = 1 / 3
 QUIET_SECONDS = 60.0
 CLIENT_SECONDS = 300.0
 MOST_MORE_FDS = 4
@@ -59,7 +59,9 @@ PROMPTS = (
     "1, 2, 3, 4,",
     "The quick brown fox " * 20,
 )
-_TRACEBACK = re.compile(r"^.*Traceback", re.MULTILINE)
+_TRACEBACK = re.compile(r"^Traceback .*\n(?: .*\n)*(.*\n)", re.MULTILINE)
+"""Of a log; its group is the exception."""
+
 PERSON = json.dumps(
     {
         "type": "object",
@@ -113,7 +115,8 @@ class Question:
         if self.chat:
             text = template.render([{"role": "user", "content": text}], add_generation_prompt=True)
         ids = loaded.tokenizer.encode(text, add_special=not self.chat, parse_special=True)
-        params = {name: tuple(v) if name == "stop" else v for name, v in self.params.items()}
+        params = dict(self.params)
+        params["stop"] = tuple(params.get("stop", ()))
         return Request(
             id="offline", prompt=tuple(ids), params=SamplingParams(**params), grammar=self.grammar
         )
@@ -229,12 +232,8 @@ class Soak:
         """Every question once, at the same time."""
         async with self._new_session():
             draws = random.Random(0)
-            await asyncio.gather(
-                *(
-                    self._count("asked at the end", lambda i=index: self._ask(draws, i, "whole"))
-                    for index in range(len(self.pool))
-                )
-            )
+            asked = [partial(self._ask, draws, index, "whole") for index in range(len(self.pool))]
+            await asyncio.gather(*(self._count("asked at the end", ask) for ask in asked))
 
     def _new_session(self) -> aiohttp.ClientSession:
         self._session = aiohttp.ClientSession(
@@ -521,25 +520,23 @@ async def soak(soaking: Soak, server: ServerProcess, options: argparse.Namespace
     """All of it; the report."""
     failures = soaking.failures
     engine = server.engine_pid
-    start = await quiet(server, failures)
-    seconds = options.minutes * 60
-    await soaking.run(streams=options.streams, seconds=seconds * WARM_UP, seed=options.seed)
-    warm = await quiet(server, failures)
-    rest = seconds * (1 - WARM_UP)
-    await soaking.run(streams=options.streams, seconds=rest, seed=options.seed + 1)
-    last = await quiet(server, failures)
-    failures += compare(warm, last)
+    moments = {"start": await quiet(server, failures)}
+    for part, moment in enumerate(("warm", "middle", "end")):
+        await soaking.run(
+            streams=options.streams, seconds=options.minutes * 20, seed=options.seed + part
+        )
+        moments[moment] = await quiet(server, failures)
+    failures += compare(moments["warm"], moments["end"])
     await soaking.ask_all()
     await quiet(server, failures)
     if server.engine_pid != engine:
         failures.append("the engine was restarted")
     log = "".join(server.lines)
-    failures += [f"in the log: {log[found.start() :][:3000]}" for found in _TRACEBACK.finditer(log)]
+    failures += [f"in the log: {found[1][:300]}" for found in _TRACEBACK.finditer(log)]
     print(f"{'kind':<28} {'good':>7}")
     for name, count in soaking.counts.items():
         print(f"{name:<28} {count:7,}")
     print(f"{'refused for load, tried again':<28} {soaking.refused:6,}")
-    moments = {"start": start, "warm": warm, "end": last}
     print(f"{'process':<8} {'moment':<6} {'fds':>5} {'threads':>8} {'RSS':>9}")
     for name in ("server", "engine"):
         for moment, held in moments.items():

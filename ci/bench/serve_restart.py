@@ -89,21 +89,23 @@ async def _client(
 ) -> tuple[str, str]:
     """One long request; in a word what came of it, and its words."""
     body = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True, "stream": stream}
-    text = ""
+    text, broken_off = "", ""
     try:
         async with session.post("/v1/completions", json=body) as response:
             async for line in response.content:
                 text = line.decode().strip() or text
                 if stream and response.status == 200:
                     flowing.set()
+                    if text.startswith('data: {"error"'):
+                        broken_off = text
     except TimeoutError:
         return "hung", text
     except aiohttp.ClientError as error:
         return "connection broken", str(error)
     if response.status >= 500:
         return f"status {response.status}", text
-    if response.status == 200 and stream and text.startswith('data: {"error"'):
-        return "error event", text
+    if broken_off:
+        return "error event", broken_off
     return "answered", text
 
 

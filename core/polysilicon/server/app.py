@@ -70,8 +70,9 @@ _ROUTERS = (
 def create_app(dispatcher: Dispatcher, settings: Settings) -> FastAPI:
     """The application over a dispatcher that has been started."""
     service = Service(dispatcher, settings)
-    # FastAPI's own documentation pages load scripts from other hosts.
-    app = FastAPI(title="polysilicon", docs_url=None, redoc_url=None)
+    # FastAPI's own documentation pages load scripts from other hosts, and redirects would go to
+    # whatever host a request names.
+    app = FastAPI(title="polysilicon", docs_url=None, redoc_url=None, redirect_slashes=False)
     for router in _ROUTERS:
         app.include_router(router(service))
     _answer_errors(app)

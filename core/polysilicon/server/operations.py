@@ -16,12 +16,14 @@ def operations_router(service: Service) -> APIRouter:
     """The endpoints' routes."""
     router = APIRouter(tags=["operations"])
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health")
     async def health() -> Response:
         """200 while the engine does its work, else 503 with the reason."""
         state = service.dispatcher.health()
         return _answer(state, state.healthy)
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready")
     async def ready() -> Response:
         """200 while new requests are taken, else 503 with the reason."""

@@ -13,7 +13,7 @@ from polysilicon.server.errors import invalid
 from polysilicon.tokenizer import Tokenizer
 
 _SHORT = 1024
-"""Characters that are encoded on the event loop: changing to a thread would take longer."""
+"""Characters or tokens that are taken on the event loop: changing to a thread would take longer."""
 
 Result = TypeVar("Result")
 
@@ -51,6 +51,14 @@ class Prompts:
             return tuple(self._tokenizer.encode(text, add_special=add_special, parse_special=True))
 
         return work() if len(text) <= _SHORT else await self._in_thread(work)
+
+    async def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids, control tokens written out."""
+
+        def work() -> str:
+            return self._tokenizer.decode(ids, skip_special=False)
+
+        return work() if len(ids) <= _SHORT else await self._in_thread(work)
 
     async def render(
         self,

@@ -48,6 +48,21 @@ def test_a_client_that_goes_away_cancels_its_request(server, stream, n) -> None:
     wait_until(lambda: running(server) == 0)
 
 
+def test_bodies_that_end_too_soon_are_no_failure_of_the_server(server) -> None:
+    place = urlsplit(server.url)
+    before = len(server.lines)
+    for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/tokenize"):
+        with socket.create_connection((place.hostname, place.port), timeout=30) as client:
+            client.sendall(
+                b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                b'Content-Length: 100\r\n\r\n{"prompt":' % path.encode()
+            )
+    for _ in range(3):
+        assert server.get("/health").status_code == 200
+        time.sleep(0.2)
+    assert server.lines[before:] == []
+
+
 def test_a_stream_that_is_left_cancels_its_request(server) -> None:
     with server.client() as client:
         stream = client.completions.create(

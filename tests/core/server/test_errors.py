@@ -74,9 +74,9 @@ WRONG = {
     "min_p": (-0.1, 1.5),
     "n": (0, -1, 129, "2", 1.5),
     "seed": (2**65, -(2**64), "x", 1.5),
-    "stop": (1, [1], [["a"]], ["a"] * 1000),
+    "stop": (1, [1], [["a"]], ["a"] * 1000, ["a" * 9000, "b" * 9000]),
     "stop_token_ids": (5, ["a"], [-1], [10**9]),
-    "logit_bias": ([], {"x": 1}, {"-1": 1}, {"999999999": 1}, {"5": "x"}),
+    "logit_bias": ([], {"x": 1}, {"-1": 1}, {"999999999": 1}, {"5": "x"}, {"5": 10**400}),
     "logprobs": (1, "yes"),
     "top_logprobs": (21, -1, "x"),
     "prompt_logprobs": (-1, 21),
@@ -84,7 +84,7 @@ WRONG = {
     "frequency_penalty": (2.5, "x"),
     "repetition_penalty": (0, -1),
     "allowed_token_ids": ([], [10**9], ["a"]),
-    "bad_words": ([""], [1], "word"),
+    "bad_words": ([""], [1], "word", ["a" * 9000, "b" * 9000]),
     "min_tokens": (-1, 10),
     "stream": ("yes", 1),
     "stream_options": ({"include_usage": True}, "x"),
@@ -155,6 +155,17 @@ def test_harmless_and_unknown_fields_are_accepted(server) -> None:
     assert server.post(COMPLETIONS, body).status_code == 200
 
 
+def test_many_unknown_fields_are_refused(server) -> None:
+    many = {f"field{index}": 1 for index in range(100_000)}
+    error = failed(server.post(CHAT, {"messages": HELLO, "max_tokens": 1, **many}), 400)
+    assert "100000 unknown fields" in error["message"]
+
+
+def test_long_unknown_fields_are_accepted(server) -> None:
+    answer = server.post(CHAT, {"messages": HELLO, "max_tokens": 1, "max_tokens" * 100_000: 1})
+    assert answer.status_code == 200, answer.text
+
+
 def test_unknown_models(server) -> None:
     for path, body in ((CHAT, {"messages": HELLO}), (COMPLETIONS, {"prompt": "a"})):
         error = failed(server.post(path, {**body, "model": "gpt-4"}), 404)
@@ -165,6 +176,17 @@ def test_unknown_models(server) -> None:
 def test_unknown_places(server) -> None:
     assert "/openapi.json" in failed(server.get("/v2/nothing"), 404)["message"]
     failed(server.get(CHAT), 405)
+
+
+def test_no_redirects(server) -> None:
+    host = {"host": "elsewhere.example"}
+    failed(httpx.get(f"{server.url}/v1/models/", headers=host, follow_redirects=False), 404)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_health_may_be_asked_without_an_answers_body(server, path) -> None:
+    answer = httpx.head(server.url + path)
+    assert (answer.status_code, answer.content) == (200, b"")
 
 
 @pytest.mark.parametrize("stream", [False, True])

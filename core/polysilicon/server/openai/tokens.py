@@ -53,7 +53,7 @@ def tokens_router(service: Service) -> APIRouter:
         size = service.tokenizer.vocab_size
         if not all(0 <= token < size for token in body.tokens):
             raise invalid(f"tokens: ids must lie in [0, {size}), the vocabulary", "tokens")
-        text = service.tokenizer.decode(body.tokens, skip_special=False)
+        text = await service.prompts.decode(body.tokens)
         return json_text.response({"prompt": text})
 
     return router
