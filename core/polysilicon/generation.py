@@ -7,9 +7,8 @@ from polysilicon.weights.safetensors import SafetensorsDirectory
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> dict[str, float | int]:
-    """Fields of SamplingParams from the model's generation configuration; greedy where it is
-    silent."""
-    defaults: dict[str, float | int] = {"temperature": 0.0}
+    """Fields of SamplingParams that the model's generation configuration sets."""
+    defaults: dict[str, float | int] = {}
     if isinstance(checkpoint, SafetensorsDirectory):
         said = checkpoint.generation_config
         if said.get("do_sample"):
@@ -20,3 +19,8 @@ def sampling_defaults(checkpoint: Checkpoint) -> dict[str, float | int]:
         if isinstance(said.get("repetition_penalty"), int | float):
             defaults["repetition_penalty"] = said["repetition_penalty"]
     return defaults
+
+
+def command_line_defaults(checkpoint: Checkpoint) -> dict[str, float | int]:
+    """The same for commands, which are greedy where the model says nothing."""
+    return {"temperature": 0.0} | sampling_defaults(checkpoint)

@@ -19,7 +19,7 @@ from polysilicon.commands.session import ENGINE_FIELDS, session
 from polysilicon.config import SAMPLING_FIELDS, Config
 from polysilicon.engine.loading import Loaded, load_tokenizer
 from polysilicon.errors import ConfigError, RequestError
-from polysilicon.generation import sampling_defaults
+from polysilicon.generation import command_line_defaults
 from polysilicon.request import Grammar, Request, RequestOutput, SamplingParams
 from polysilicon.tokenizer import Tokenizer
 from polysilicon.weights.checkpoint import open_checkpoint
@@ -87,7 +87,7 @@ def generate(model: ModelArgument, file: FileArgument, config: Config) -> None:
     json_object), in; the same with ids, output_ids, text, finish_reason and, of one that failed,
     error out."""
     with session(config, model) as loaded:
-        defaults = {"max_tokens": 128} | sampling_defaults(loaded.checkpoint)
+        defaults = {"max_tokens": 128} | command_line_defaults(loaded.checkpoint)
         requests: list[Request] = []
         lines: list[Line] = []
         for number, line in read_lines(file):

@@ -13,7 +13,7 @@ from polysilicon.catalogue import resolve_model
 from polysilicon.config import SAMPLING_FIELDS, SERVER_FIELDS, Config
 from polysilicon.engine.loading import Loaded, load
 from polysilicon.errors import RequestError
-from polysilicon.generation import sampling_defaults
+from polysilicon.generation import command_line_defaults
 from polysilicon.request import FinishReason, Request, RequestOutput, SamplingParams
 
 ENGINE_FIELDS = (
@@ -40,7 +40,7 @@ def session(config: Config, model: str | None) -> Iterator[Loaded]:
 def sampling(config: Config, loaded: Loaded, *, max_tokens: int | None) -> SamplingParams:
     """Sampling parameters of the command line over the model's defaults, for one answer: a
     configuration file's `n` is for `generate`."""
-    params = config.sampling(**{"max_tokens": max_tokens} | sampling_defaults(loaded.checkpoint))
+    params = config.sampling(**{"max_tokens": max_tokens} | command_line_defaults(loaded.checkpoint))
     return dataclasses.replace(params, n=1)
 
 

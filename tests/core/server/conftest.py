@@ -98,8 +98,10 @@ def serve() -> Callable[..., contextlib.AbstractContextManager[Served]]:
 
 @pytest.fixture(scope="session")
 def server(smollm2_path: Path) -> Iterator[Served]:
-    """SmolLM2, one server for all tests that leave it as it was."""
-    with running(str(smollm2_path), "--served-model-name", "smollm2") as served:
+    """SmolLM2, one server for all tests that leave it as it was; greedy where requests say nothing
+    else."""
+    options = ("--served-model-name", "smollm2", "--temperature", "0")
+    with running(str(smollm2_path), *options) as served:
         yield served
 
 

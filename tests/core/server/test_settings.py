@@ -62,3 +62,15 @@ def test_ports_and_hosts_that_cannot_be_used(capsys, smollm2_path) -> None:
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 5
     assert all(error.startswith("error: ") and "--port" in error for error in errors)
+
+
+def test_requests_that_say_nothing_are_sampled_as_other_servers_sample_them(
+    serve, tiny_path: Path
+) -> None:
+    ask = {"prompt": [5, 6, 7], "max_tokens": 20, "logprobs": 0}
+    with serve(str(tiny_path), "--backend", "reference") as served:
+        texts = [
+            served.post("/v1/completions", {**ask, "seed": seed}).json()["choices"][0]["text"]
+            for seed in (1, 1, 2)
+        ]
+    assert texts[0] == texts[1] != texts[2]
