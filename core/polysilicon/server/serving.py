@@ -93,7 +93,9 @@ async def _serve(config: Config, path: Path) -> None:
             draining = asyncio.create_task(dispatcher.drain(config.drain_timeout))
             if not await _until(draining, ending.forced):
                 draining.cancel()
-                server.force_exit = True
+            # What has not ended by now, of an engine that hangs too, ends with an error that its
+            # client is still told.
+            await dispatcher.close()
             server.should_exit = True
             await serving
     finally:

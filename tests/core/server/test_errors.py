@@ -158,7 +158,7 @@ def test_harmless_and_unknown_fields_are_accepted(server) -> None:
 def test_many_unknown_fields_are_refused(server) -> None:
     many = {f"field{index}": 1 for index in range(100_000)}
     error = failed(server.post(CHAT, {"messages": HELLO, "max_tokens": 1, **many}), 400)
-    assert "100000 unknown fields" in error["message"]
+    assert "unknown fields" in error["message"]
 
 
 def test_long_unknown_fields_are_accepted(server) -> None:
