@@ -180,7 +180,7 @@ def test_unknown_places(server) -> None:
 
 def test_no_redirects(server) -> None:
     host = {"host": "elsewhere.example"}
-    failed(httpx.get(f"{server.url}/v1/models/", headers=host, follow_redirects=False), 404)
+    failed(httpx.post(f"{server.url}{CHAT}/", headers=host, follow_redirects=False), 404)
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])

@@ -72,6 +72,22 @@ def test_a_dead_engine_is_told_and_replaced(serve, smollm2_path) -> None:
         assert engine_processes(server) != [engine]
 
 
+def test_streams_of_an_engine_that_hangs_end_with_an_error(serve, smollm2_path) -> None:
+    with serve(str(smollm2_path), "--drain-timeout", "0.1") as server:
+        stream = server.client().completions.create(
+            model=None, prompt="Once", max_tokens=1900, stream=True, extra_body=FOREVER
+        )
+        chunks = iter(stream)
+        next(chunks)
+        (engine,) = engine_processes(server)
+        os.kill(engine, signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(chunks)
+        assert server.process.wait(30) == 0
+        assert not any("Traceback" in line for line in server.lines)
+
+
 def test_overload_is_refused_with_a_time_to_come_back(serve, smollm2_path) -> None:
     with serve(str(smollm2_path), "--max-sequences", "1", "--max-waiting", "1") as server:
         client = server.client()
