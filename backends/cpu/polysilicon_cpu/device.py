@@ -32,9 +32,8 @@ from polysilicon_cpu.recording import Recording
 from polysilicon_cpu.sampling import CPUPendingTokens, sample
 from polysilicon_cpu.trace import RecordingOps
 
-_COMPUTE = {"auto": "bf16", "int8": "int8", "bf16": "bf16", "f32": "f32"}
-"""The precision that each rounding of inputs is declared as: with second terms, int8 stays within
-the bound of bf16."""
+_COMPUTE = {"auto": "int8", "int8": "int8", "bf16": "bf16", "f32": "f32"}
+"""The precision that each rounding of inputs is declared as."""
 
 
 class CPUDevice(Device):
