@@ -6,9 +6,9 @@ The right answers are computed first by an engine in this process, one request a
 runs with `--deterministic`, so that what it answers must be equal, token by token, whatever runs
 beside it: chat and completions, streamed or not, several choices, stop texts, grammars, seeded
 draws, log-probabilities. Between them clients leave at random moments or read slowly, and send bad
-bodies, which must get a 4xx with an error object. The first third of the time is warm-up; after it
-and at the end, with nothing running, both processes are measured. Exit status 1 when an answer was
-wrong, something leaked or failed.
+bodies, which must get a 4xx with an error object. After every third of the time, with nothing
+running, both processes are measured; the first two are warm-up, the last must need no more. Exit
+status 1 when an answer was wrong, something leaked or failed.
 """
 
 from __future__ import annotations
@@ -526,7 +526,7 @@ async def soak(soaking: Soak, server: ServerProcess, options: argparse.Namespace
             streams=options.streams, seconds=options.minutes * 20, seed=options.seed + part
         )
         moments[moment] = await quiet(server, failures)
-    failures += compare(moments["warm"], moments["end"])
+    failures += compare(moments["middle"], moments["end"])
     await soaking.ask_all()
     await quiet(server, failures)
     if server.engine_pid != engine:

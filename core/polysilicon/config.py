@@ -156,8 +156,8 @@ class Config(BaseModel):
         default=4.0,
         gt=0,
         le=1e6,
-        description="KV pages that what waits may need, in multiples of the whole KV cache; further "
-        "requests get a 503.",
+        description="KV pages that what waits may need, in multiples of the whole KV cache; "
+        "further requests get a 503.",
     )
     step_timeout: float = Field(
         default=120.0,

@@ -40,7 +40,9 @@ def session(config: Config, model: str | None) -> Iterator[Loaded]:
 def sampling(config: Config, loaded: Loaded, *, max_tokens: int | None) -> SamplingParams:
     """Sampling parameters of the command line over the model's defaults, for one answer: a
     configuration file's `n` is for `generate`."""
-    params = config.sampling(**{"max_tokens": max_tokens} | command_line_defaults(loaded.checkpoint))
+    params = config.sampling(
+        **{"max_tokens": max_tokens} | command_line_defaults(loaded.checkpoint)
+    )
     return dataclasses.replace(params, n=1)
 
 
