@@ -15,7 +15,9 @@ import json
 import statistics
 from pathlib import Path
 
-from serve_overhead import call, serving
+from serve_overhead import call
+
+from polysilicon.testing.served import serving
 
 FIELDS = (
     "request_throughput",
@@ -51,9 +53,9 @@ def main() -> None:
                     *("--slo-ttft", options.ttft, "--slo-tpot", options.tpot),
                     *("--max-waiting", "100000", "--max-waiting-kv", "100000"),
                 ]
-                with serving(options.model, engine) as url:
+                with serving(options.model, engine) as server:
                     figures = call(
-                        *("bench", "serve", "--url", url, "--mooncake", str(options.trace)),
+                        *("bench", "serve", "--url", server.url, "--mooncake", str(options.trace)),
                         *("--num-prompts", options.count, "--length-scale", options.length_scale),
                         *("--speed", speed),
                         *("--goodput", f"ttft:{options.ttft}", f"tpot:{options.tpot}"),

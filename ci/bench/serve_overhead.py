@@ -13,42 +13,16 @@ The sides alternate, the idle one waits; the first request of each kind is not c
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import json
 import os
-import re
 import statistics
 import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-POLYSILICON = [sys.executable, "-c", "from polysilicon.cli import main; main()"]
-
-
-@contextlib.contextmanager
-def serving(model: str, engine: list[str]) -> Iterator[str]:
-    """A server on a free port, and its address."""
-    with tempfile.TemporaryFile("w+") as log:
-        command = [*POLYSILICON, "serve", model, *engine, "--port", "0"]
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.PIPE, text=True)
-        assert process.stderr is not None
-        try:
-            said = ""
-            for line in process.stderr:
-                said += line
-                found = re.search(r"serving .* on (http://\S+)", line)
-                if found:
-                    break
-            else:
-                raise SystemExit(f"the server did not start:\n{said}")
-            yield found[1]
-        finally:
-            process.terminate()
-            process.communicate()
+from polysilicon.testing.served import POLYSILICON, serving
 
 
 def call(*arguments: str) -> dict[str, Any]:
@@ -109,7 +83,8 @@ def main() -> None:
         f" {'generator':>9} {'TTFT offline':>12} {'served':>8} {'added':>6}"
     )
     pairs = []
-    with serving(options.model, engine) as url:
+    with serving(options.model, engine) as server:
+        url = server.url
         for index in range(options.pairs):
             seed = str(index + 1)
             offline = call(

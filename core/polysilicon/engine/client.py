@@ -34,9 +34,9 @@ _BROKEN_OFF = (FinishReason.CANCELLED, FinishReason.ERROR)
 
 
 class _ChoiceText:
-    """The text of one choice as its tokens come."""
+    """The text of one choice as its tokens come. grammar: with which stop texts must wait."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, grammar: GrammarText | None) -> None:
         params = request.params
         self.min_tokens = params.min_tokens
         self.include_stop_text = params.include_stop_text
@@ -49,9 +49,7 @@ class _ChoiceText:
             exact=request.grammar is not None,
         )
         self.let_out = ""
-        self.grammar: GrammarText | None = None
-        if request.grammar is not None and params.stop:
-            self.grammar = GrammarText(request.grammar)
+        self.grammar = grammar
         self.stops = StopChecker(
             params.stop,
             include=params.include_stop_text,
@@ -117,8 +115,13 @@ class Client:
         if request.id in self._texts:
             raise RequestError(f"request {request.id!r} has not ended: give each its own id")
         self.engine.add(request)
+        # Compiled once for all choices.
+        grammar = None
+        if request.grammar is not None and request.params.stop:
+            grammar = GrammarText(request.grammar)
         self._texts[request.id] = {
-            choice: _ChoiceText(request, self.tokenizer) for choice in range(request.params.n)
+            choice: _ChoiceText(request, self.tokenizer, grammar)
+            for choice in range(request.params.n)
         }
 
     def cancel(self, request_id: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from polysilicon.engine.remote import RemoteEngine
 from polysilicon.errors import PolysiliconError, ServiceUnavailable
 from polysilicon.plugins import describe_exception
 from polysilicon.progress import Advance, Progress, no_progress
+
+logger = logging.getLogger(__name__)
 
 _WATCH_SECONDS = 1.0
 _END_SECONDS = 5.0
@@ -154,9 +157,17 @@ class Supervisor:
             while True:
                 self._health = Health(state="restarting", reason=self._cause)
                 delay = self._delay()
-                if self._draining or delay is None:
+                if self._draining:
                     self._fail(self._cause)
                     return
+                if delay is None:
+                    logger.error("%s; it is given up after so many deaths", self._cause)
+                    self._fail(
+                        f"{self._cause}; it is not started again after {len(self._deaths)} deaths "
+                        "in ten minutes (--max-restarts): mend the cause and start the server again"
+                    )
+                    return
+                logger.error("%s; it is started again", self._cause)
                 loading = self.facts.load_seconds if self.facts else 1
                 self._back = time.monotonic() + delay + loading
                 await asyncio.sleep(delay)

@@ -7,7 +7,8 @@ import logging
 
 from polysilicon.server.tracking import Record
 
-logger = logging.getLogger("polysilicon.requests")
+LOGGER_NAME = "polysilicon.requests"
+logger = logging.getLogger(LOGGER_NAME)
 
 
 class RequestLog:

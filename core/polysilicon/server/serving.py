@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import ipaddress
+import logging
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from polysilicon.config import Config
 from polysilicon.errors import ConfigError
 from polysilicon.server.app import create_app
 from polysilicon.server.dispatcher import Dispatcher
+from polysilicon.server.request_log import LOGGER_NAME
 from polysilicon.server.settings import Settings
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -32,8 +34,20 @@ _CLOSING_SECONDS = 5
 
 def run(config: Config, path: Path) -> None:
     """Serve the checkpoint at `path` until SIGINT or SIGTERM. Raises PolysiliconError."""
+    _log_to_stderr()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(config, path))
+
+
+def _log_to_stderr() -> None:
+    """Warnings as text, and what is told of each request as a line of JSON."""
+    for name, form in (("polysilicon", "polysilicon: %(message)s"), (LOGGER_NAME, "%(message)s")):
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(form))
+        logger = logging.getLogger(name)
+        logger.addHandler(handler)
+        logger.propagate = False
+    logging.getLogger(LOGGER_NAME).setLevel(logging.INFO)
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -99,8 +99,8 @@ def serve() -> Callable[..., contextlib.AbstractContextManager[Served]]:
 @pytest.fixture(scope="session")
 def server(smollm2_path: Path) -> Iterator[Served]:
     """SmolLM2, one server for all tests that leave it as it was; greedy where requests say nothing
-    else."""
-    options = ("--served-model-name", "smollm2", "--temperature", "0")
+    else, and with answers that do not depend on what runs beside them."""
+    options = ("--served-model-name", "smollm2", "--temperature", "0", "--deterministic")
     with running(str(smollm2_path), *options) as served:
         yield served
 

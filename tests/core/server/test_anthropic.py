@@ -148,6 +148,7 @@ def test_structured_output(client) -> None:
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
         ({"temperature": -1}, "temperature"),
+        ({"stop_sequences": ["a" * 9000, "b" * 9000]}, "stop_sequences"),
         ({"temprature": 1}, "temprature"),
     ],
     ids=lambda value: repr(value)[:60],

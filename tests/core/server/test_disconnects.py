@@ -60,7 +60,7 @@ def test_bodies_that_end_too_soon_are_no_failure_of_the_server(server) -> None:
     for _ in range(3):
         assert server.get("/health").status_code == 200
         time.sleep(0.2)
-    assert server.lines[before:] == []
+    assert not any("Traceback" in line for line in server.lines[before:])
 
 
 def test_a_stream_that_is_left_cancels_its_request(server) -> None:

@@ -197,6 +197,7 @@ def test_an_engine_that_goes_on_dying_is_given_up(tiny_path: Path, faulty: str) 
             await answer(dispatcher, request("second", 5, 105))
             await until(lambda: dispatcher.health().state == "failed")
             assert "status 7" in dispatcher.health().reason
+            assert "--max-restarts" in dispatcher.health().reason
             with pytest.raises(ServiceUnavailable) as caught:
                 dispatcher.submit(request("third"))
             assert caught.value.retry_after is None

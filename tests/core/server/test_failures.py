@@ -70,6 +70,7 @@ def test_a_dead_engine_is_told_and_replaced(serve, smollm2_path) -> None:
         assert server.get("/health").status_code == 200
         assert client.completions.create(model="smollm2", prompt="a", max_tokens=2).usage
         assert engine_processes(server) != [engine]
+        assert any("SIGKILL" in line and "started again" in line for line in server.lines)
 
 
 def test_streams_of_an_engine_that_hangs_end_with_an_error(serve, smollm2_path) -> None:

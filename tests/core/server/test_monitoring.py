@@ -1,6 +1,7 @@
 import json
 import logging
 import re
+import time
 from importlib import resources
 
 import pytest
@@ -304,3 +305,18 @@ def test_traces_have_a_span_a_choice_with_its_phases(clock):
     for name in ("queue", "prefill", "decode"):
         assert spans[name].parent.span_id == root.context.span_id
         assert spans[name].end_time - spans[name].start_time == pytest.approx(0.25e9, abs=1e3)
+
+
+def test_a_server_logs_its_requests(server):
+    before = len(server.lines)
+    body = {"prompt": "Tell nobody", "max_tokens": 3, "n": 2, "ignore_eos": True}
+    assert server.post("/v1/completions", body).status_code == 200
+    deadline = time.monotonic() + 20
+    while len(records := [line for line in server.lines[before:] if line[0] == "{"]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for line in records:
+        record = json.loads(line)
+        assert (record["finish_reason"], record["output_tokens"]) == ("length", 3)
+        assert 0 < record["ttft_ms"] <= record["e2e_ms"]
+        assert "nobody" not in line

@@ -20,7 +20,7 @@ HELLO = [{"role": "user", "content": "Say hello to Zoë in one sentence."}]
 
 @pytest.fixture(scope="module")
 def offline(smollm2_path: Path) -> Iterator[Loaded]:
-    loaded = load(Config(), smollm2_path)
+    loaded = load(Config(deterministic=True), smollm2_path)
     yield loaded
     loaded.client.close()
     loaded.checkpoint.close()

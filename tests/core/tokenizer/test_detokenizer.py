@@ -133,6 +133,14 @@ def test_many_and_long_stops() -> None:
     assert checker.matched == "stop number 1999!"
 
 
+def test_checkers_of_the_same_stops_do_not_see_each_other() -> None:
+    first, second = (StopChecker(["abc"], include=False) for _ in range(2))
+    assert [first.push("xab"), second.push("cab"), first.push("c"), second.push("x")] == [
+        "x", "c", "", "abx",
+    ]  # fmt: skip
+    assert (first.matched, second.matched) == ("abc", None)
+
+
 def test_an_empty_stop_is_refused() -> None:
     with pytest.raises(RequestError, match="empty"):
         StopChecker(["x", ""], include=False)
