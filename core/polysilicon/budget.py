@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 
 import numpy as np
 
@@ -13,6 +14,7 @@ reading the weights costs more than the tokens."""
 _FORGETTING = 0.99
 _RIDGE = 1e-3
 _MIN_STEPS = 8
+_MOST_UNSEEN = 512
 # Where steps do not tell shares apart, more goes to the one whose unit is small against its count:
 # rather to decodes than to the constant.
 _UNITS = np.array([4.0, 64.0, 4.0, 8192.0])
@@ -28,7 +30,8 @@ class StepCost:
     def __init__(self) -> None:
         self._squares = np.eye(4) * _RIDGE
         self._products = np.zeros(4)
-        self._costs = np.zeros(4)
+        self._fitted = np.zeros(4)
+        self._unseen: deque[tuple[int, int, int, float]] = deque(maxlen=_MOST_UNSEEN)
         self._steps = 0
 
     @property
@@ -38,15 +41,24 @@ class StepCost:
 
     def observe(self, *, prefill: int, decodes: int, context: int, seconds: float) -> None:
         """Take in a step. context: KV slots that its decodes read, of all sequences."""
-        features = _features(prefill, decodes, context)
-        self._squares *= _FORGETTING
-        self._products *= _FORGETTING
-        self._squares += np.outer(features, features)
-        self._products += features * seconds
-        self._squares.flat[::5] += (1 - _FORGETTING) * _RIDGE
-        # A share that comes out negative is one that the steps so far do not tell apart.
-        self._costs = np.maximum(np.linalg.solve(self._squares, self._products), 0.0)
+        self._unseen.append((prefill, decodes, context, seconds))
         self._steps += 1
+
+    @property
+    def _costs(self) -> _Vector:
+        """The shares by unit. Fitted when they are asked for, which without an SLO is never."""
+        if self._unseen:
+            for prefill, decodes, context, seconds in self._unseen:
+                features = _features(prefill, decodes, context)
+                self._squares *= _FORGETTING
+                self._products *= _FORGETTING
+                self._squares += np.outer(features, features)
+                self._products += features * seconds
+                self._squares.flat[::5] += (1 - _FORGETTING) * _RIDGE
+            self._unseen.clear()
+            # A share that comes out negative is one that the steps so far do not tell apart.
+            self._fitted = np.maximum(np.linalg.solve(self._squares, self._products), 0.0)
+        return self._fitted
 
     def seconds(self, *, prefill: int, decodes: int, context: int) -> float:
         """What a step will take."""

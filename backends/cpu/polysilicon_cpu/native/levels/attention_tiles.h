@@ -102,7 +102,7 @@ struct Ahead {
 };
 
 // By experiment: with more the first cache overflows, with less memory is too slow.
-constexpr int kAheadBytes = 16384;
+constexpr int kAheadBytes = 8192;
 
 int units_ahead(int bytes) { return bytes >= kAheadBytes ? 1 : kAheadBytes / bytes; }
 
