@@ -220,9 +220,11 @@ class Grammars:
 
     def close(self) -> None:
         """End the threads and what they have started."""
+        # First what has not begun, or it would as soon as a trial is killed.
+        self._threads.shutdown(wait=False, cancel_futures=True)
         for trial in list(self._trials.values()):
             trial.kill()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.shutdown(wait=True)
         for trial in self._trials.values():
             trial.close()
 

@@ -79,4 +79,4 @@ def test_figures_are_those_of_the_servers_own_metrics(bench, url, endpoint):
     # The client sees the ways there and back too, the server the probe.
     for ours, theirs in (("e2el", "e2e_request_latency"), ("ttft", "time_to_first_token")):
         seconds = figures[f"mean_{ours}_ms"] * 25 / 1e3
-        assert seconds == pytest.approx(took[f"{theirs}_seconds_sum"], rel=0.25, abs=0.5)
+        assert seconds == pytest.approx(took[f"{theirs}_seconds_sum"], rel=0.5, abs=2.0)

@@ -97,7 +97,7 @@ def test_overload_is_refused_with_a_time_to_come_back(serve, smollm2_path) -> No
             thread = threading.Thread(
                 target=lambda: begun.append(
                     client.completions.create(
-                        model=None, prompt="Once", max_tokens=150, extra_body=FOREVER
+                        model=None, prompt="Once", max_tokens=700, extra_body=FOREVER
                     )
                 )
             )

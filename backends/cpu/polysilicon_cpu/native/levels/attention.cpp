@@ -55,7 +55,7 @@ void angles(const double* frequencies, int pairs, float scale, int position, flo
   constexpr double kShift = 6755399441055744.0;  // 1.5 * 2^52: leaves whole numbers in the low bits
   constexpr double kQuarter = 1.5707963267341256;  // pi / 2 in 33 bits: products with n are exact
   constexpr double kRest = 6.077100506506192e-11;
-#pragma GCC ivdep
+PS_IVDEP
   for (int i = 0; i < pairs; ++i) {
     const double angle = position * frequencies[i];
     const double shifted = angle * 0.63661977236758134308 + kShift;

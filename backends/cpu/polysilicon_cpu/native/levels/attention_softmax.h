@@ -142,7 +142,7 @@ void finish(float largest, float total, const float* mixed, float sink, int dim,
     total = total * factor + exp2_of(splat(sink - highest))[0];
   }
   factor /= total;
-#pragma GCC ivdep
+PS_IVDEP
   for (int d = 0; d < dim; ++d) out[d] = mixed[d] * factor;
 }
 

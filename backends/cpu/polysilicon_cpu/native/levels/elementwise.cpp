@@ -2,6 +2,7 @@
 
 #include <cmath>
 
+#include "levels/loops.h"
 #include "levels/math.h"
 
 namespace polysilicon::PS_LEVEL {
@@ -9,10 +10,10 @@ namespace {
 
 void add_residual(const float* x, const float* residual, int width, float* hidden) {
   if (residual == nullptr) {
-#pragma GCC ivdep
+PS_IVDEP
     for (int i = 0; i < width; ++i) hidden[i] = x[i];
   } else {
-#pragma GCC ivdep
+PS_IVDEP
     for (int i = 0; i < width; ++i) hidden[i] = x[i] + residual[i];
   }
 }
@@ -28,7 +29,7 @@ void rms_norm(const float* x, const float* residual, const float* weight, float 
 #pragma omp simd reduction(+ : sum)
   for (int i = 0; i < width; ++i) sum += row[i] * row[i];
   const float factor = 1.0f / std::sqrt(sum / static_cast<float>(width) + eps);
-#pragma GCC ivdep
+PS_IVDEP
   for (int i = 0; i < width; ++i) out[i] = row[i] * factor * weight[i];
 }
 
@@ -47,25 +48,25 @@ void layer_norm(const float* x, const float* residual, const float* weight, cons
 #pragma omp simd reduction(+ : squares)
   for (int i = 0; i < width; ++i) squares += (row[i] - mean) * (row[i] - mean);
   const float factor = 1.0f / std::sqrt(squares / static_cast<float>(width) + eps);
-#pragma GCC ivdep
+PS_IVDEP
   for (int i = 0; i < width; ++i) out[i] = (row[i] - mean) * factor * weight[i];
   if (bias == nullptr) return;
-#pragma GCC ivdep
+PS_IVDEP
   for (int i = 0; i < width; ++i) out[i] += bias[i];
 }
 
 void add(const float* a, const float* b, int count, float* out) {
-#pragma GCC ivdep
+PS_IVDEP
   for (int i = 0; i < count; ++i) out[i] = a[i] + b[i];
 }
 
 void scale(const float* x, float factor, int count, float* out) {
-#pragma GCC ivdep
+PS_IVDEP
   for (int i = 0; i < count; ++i) out[i] = x[i] * factor;
 }
 
 void softcap(const float* x, float cap, int count, float* out) {
-#pragma GCC ivdep
+PS_IVDEP
   for (int i = 0; i < count; ++i) out[i] = cap * tanh_of(x[i] / cap);
 }
 
@@ -76,17 +77,17 @@ float larger(float a, float b) { return a > b ? a : b; }
 void gated_act(Activation kind, const float* gate, const float* up, int count, float* out) {
   switch (kind) {
     case Activation::kSilu:
-#pragma GCC ivdep
+PS_IVDEP
       for (int i = 0; i < count; ++i) out[i] = gate[i] * sigmoid_of(gate[i]) * up[i];
       return;
     case Activation::kGelu:
-#pragma GCC ivdep
+PS_IVDEP
       for (int i = 0; i < count; ++i) {
         out[i] = 0.5f * gate[i] * (1.0f + erf_of(gate[i] * 0.70710678118654752f)) * up[i];
       }
       return;
     case Activation::kGeluTanh:
-#pragma GCC ivdep
+PS_IVDEP
       for (int i = 0; i < count; ++i) {
         const float g = gate[i];
         const float inner = 0.79788456080286536f * (g + 0.044715f * g * g * g);
@@ -94,11 +95,11 @@ void gated_act(Activation kind, const float* gate, const float* up, int count, f
       }
       return;
     case Activation::kRelu:
-#pragma GCC ivdep
+PS_IVDEP
       for (int i = 0; i < count; ++i) out[i] = larger(gate[i], 0.0f) * up[i];
       return;
     case Activation::kSwigluOai:
-#pragma GCC ivdep
+PS_IVDEP
       for (int i = 0; i < count; ++i) {
         const float g = smaller(gate[i], 7.0f);
         const float u = smaller(larger(up[i], -7.0f), 7.0f);
@@ -119,7 +120,7 @@ void rope(const float* x, const float* cosine, const float* sine, int heads, int
         out[2 * i + 1] = b * cosine[i] + a * sine[i];
       }
     } else {
-#pragma GCC ivdep
+PS_IVDEP
       for (int i = 0; i < half; ++i) {
         const float a = x[i], b = x[half + i];
         out[i] = a * cosine[i] - b * sine[i];

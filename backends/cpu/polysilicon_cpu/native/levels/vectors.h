@@ -3,6 +3,8 @@
 // contraction lets two copies of a loop round differently.
 #pragma once
 
+#include "levels/loops.h"
+
 #include <cstdint>
 #include <cstring>
 
@@ -11,13 +13,6 @@
 #elif defined(__ARM_NEON) && !defined(PS_PORTABLE)
 #define PS_NEON
 #include <arm_neon.h>
-#endif
-
-// Before loops over registers: an array of sums stays in them only if its loops are gone early.
-#if defined(__clang__)
-#define PS_UNROLL _Pragma("unroll")
-#else
-#define PS_UNROLL _Pragma("GCC unroll 16")
 #endif
 
 namespace polysilicon::PS_LEVEL {
