@@ -284,14 +284,16 @@ def test_closing_ends_a_trial_that_runs(tokenizer: Tokenizer) -> None:
     grammars = Grammars(tokenizer, vocab_size=WIDTH, eos_ids=frozenset({EOS}))
     grammars.compile(choice("warm")).result()
     hostile = HOSTILE["intersections take for ever"].text
-    running = [grammars.compile(Grammar(kind="lark", text=hostile + end)) for end in ("\n", "\n\n")]
-    waiting = grammars.compile(choice("never"))
+    # How long each of them lasts depends on the machine: the last cannot have begun.
+    trials = [grammars.compile(Grammar(kind="lark", text=hostile + "\n" * n)) for n in range(40)]
     time.sleep(0.5)
     began = time.monotonic()
     grammars.close()
     assert time.monotonic() - began < 4
-    assert all(isinstance(future.exception(), RequestError) for future in running)
-    assert waiting.cancelled()
+    assert trials[-1].cancelled()
+    begun = [trial for trial in trials if not trial.cancelled()]
+    assert begun
+    assert all(isinstance(trial.exception(), RequestError) for trial in begun)
 
 
 def test_one_that_is_hard_to_compile_does_not_hold_up_the_next(tokenizer: Tokenizer) -> None:
