@@ -17,7 +17,8 @@ from polysilicon.kv.manager import GroupSpec, KVManager
 from polysilicon.policies import Claim
 from polysilicon.request import SamplingParams
 from polysilicon.sampling.rows import SequenceSampler
-from polysilicon.scheduler import Scheduler, Sequence
+from polysilicon.scheduler import Scheduler
+from polysilicon.sequence import Sequence
 
 
 def run(sequences: int, context: int, steps: int, window: int | None) -> dict[str, float]:

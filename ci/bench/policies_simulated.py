@@ -20,7 +20,8 @@ import numpy as np
 
 from polysilicon.kv.manager import GroupSpec, KVManager
 from polysilicon.policies import POLICIES, Claim
-from polysilicon.scheduler import Scheduler, Sequence, Step
+from polysilicon.scheduler import Scheduler
+from polysilicon.sequence import Sequence, Step
 
 PAGE = 16
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from polysilicon.batch import Batch, SamplingBatch
 from polysilicon.kv.manager import KVManager
 from polysilicon.sampling.rows import SampleRow, SequenceSampler, build_sampling_batch
-from polysilicon.scheduler import Scheduled, Sequence, Step
+from polysilicon.sequence import Scheduled, Sequence, Step
 
 Int32 = npt.NDArray[np.int32]
 

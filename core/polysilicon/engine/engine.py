@@ -32,7 +32,8 @@ from polysilicon.request import (
 )
 from polysilicon.sampling.grammar import Grammars, GrammarState
 from polysilicon.sampling.rows import SequenceSampler
-from polysilicon.scheduler import Scheduler, Sequence, Step
+from polysilicon.scheduler import Scheduler
+from polysilicon.sequence import Sequence, Step
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -11,7 +11,8 @@ from polysilicon.engine.batching import SequenceSampling
 from polysilicon.errors import RequestError
 from polysilicon.request import Grammar
 from polysilicon.sampling.grammar import Grammars, GrammarState
-from polysilicon.scheduler import Scheduler, Sequence
+from polysilicon.scheduler import Scheduler
+from polysilicon.sequence import Sequence
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

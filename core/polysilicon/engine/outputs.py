@@ -14,7 +14,7 @@ from polysilicon.request import (
     RequestTimes,
     TokenLogprobs,
 )
-from polysilicon.scheduler import Sequence
+from polysilicon.sequence import Sequence
 
 
 @dataclasses.dataclass(slots=True, eq=False)

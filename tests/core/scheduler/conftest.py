@@ -8,7 +8,8 @@ import pytest
 
 from polysilicon.kv.manager import GroupSpec, KVManager
 from polysilicon.policies import Claim, Policy, PriorityFirst
-from polysilicon.scheduler import Scheduler, Sequence, Step
+from polysilicon.scheduler import Scheduler
+from polysilicon.sequence import Sequence, Step
 
 
 @dataclasses.dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from polysilicon.server.events import (
@@ -20,7 +21,7 @@ from polysilicon.server.parsing.text_hold import split_at
 NewId = Callable[[], str]
 
 
-class _CallsParser:
+class _CallsParser(ABC):
     """What the formats share: text up to `opening`, then calls; blanks beside calls are dropped."""
 
     opening: tuple[str, ...] = ()
@@ -66,15 +67,16 @@ class _CallsParser:
             self._held = rest
             self._begin_call(certain[len(shown) :])
 
-    def _begin_call(self, blank: str) -> None:
+    def _begin_call(self, blank: str) -> None:  # noqa: B027 (most formats need nothing)
         """After an opening tag; `blank` stood before it."""
 
+    @abstractmethod
     def _in_call(self, events: list[Event]) -> None:
-        raise NotImplementedError
+        """More of a call has come."""
 
+    @abstractmethod
     def _end_call(self, events: list[Event]) -> None:
         """The output ends within a call."""
-        raise NotImplementedError
 
 
 class HermesParser(_CallsParser):
