@@ -4,9 +4,11 @@
     python ci/cpu_native.py neon                 for aarch64, under qemu-user
     python ci/cpu_native.py amx                  with AMX's tiles emulated, on AVX512
     python ci/cpu_native.py --sanitize thread    under a sanitizer: thread, address or undefined
+    python ci/cpu_native.py --compiler clang++-16
 
-Builds tests/backends/cpu/native and runs it: self-tests, and products, attention, norms and
-sampling against float64 at every level. Fails at the first result out of bounds, naming its case.
+Builds tests/backends/cpu/native, where warnings are errors (but for sanitizers, whose checks mislead
+them), and runs it: self-tests, and products, attention, norms and sampling against float64 at every
+level. Fails at the first result out of bounds, naming its case.
 """
 
 from __future__ import annotations
@@ -40,14 +42,22 @@ def needed(target: str) -> dict[str, str]:
     return programs
 
 
-def build(target: str, sanitizer: str | None) -> Path:
+def build(target: str, sanitizer: str | None, compiler: str | None) -> Path:
     """The program that checks."""
-    directory = ROOT / "build" / f"cpu-checks-{target}{f'-{sanitizer}' if sanitizer else ''}"
+    variant = "-".join(filter(None, (target, sanitizer, compiler and Path(compiler).name)))
+    directory = ROOT / "build" / f"cpu-checks-{variant}"
     options = list(AARCH64) if target == "neon" else []
+    options += [f"-DCMAKE_CXX_COMPILER={compiler}"] if compiler else []
     options += ["-G", "Ninja"] if shutil.which("ninja") else []
     options.append(f"-DPS_AMX_EMULATION={'ON' if target == 'amx' else 'OFF'}")
     if sanitizer:
-        options.append(f"-DCMAKE_CXX_FLAGS=-fsanitize={sanitizer} -fno-omit-frame-pointer")
+        options += [
+            f"-DCMAKE_CXX_FLAGS=-fsanitize={sanitizer} -fno-omit-frame-pointer",
+            "-DCMAKE_BUILD_TYPE=Debug",
+            "-DCMAKE_CXX_FLAGS_DEBUG=-O1 -g1",  # -O3 takes several times as long
+        ]
+    else:
+        options.append("-DCMAKE_CXX_FLAGS=-Werror")
     subprocess.run(
         ["cmake", "-S", str(SOURCES), "-B", str(directory), *options], check=True, stdout=sys.stderr
     )
@@ -73,14 +83,17 @@ def main() -> None:
     parser.add_argument("--cases", type=int, help="of each kind; 5000, and 200 under qemu")
     parser.add_argument("--seed", type=int, default=time.time_ns() % (1 << 32))
     parser.add_argument("--sanitize", choices=("thread", "address", "undefined"))
+    parser.add_argument("--compiler", help="a C++ compiler for this machine; CMake's choice if unset")
     arguments = parser.parse_args()
     target: str = arguments.target
+    if target == "neon" and arguments.compiler:
+        parser.error(f"neon is compiled with {CROSS_COMPILER}: leave --compiler out")
     missing = {name: package for name, package in needed(target).items() if not shutil.which(name)}
     if missing:
         sys.exit(f"missing: {', '.join(missing)}; apt-get install {' '.join(missing.values())}")
     cases = arguments.cases or (200 if target == "neon" else 5000)
     try:
-        program = build(target, arguments.sanitize)
+        program = build(target, arguments.sanitize, arguments.compiler)
         for command in commands(target, program, cases, arguments.seed):
             print("==", *command, flush=True)
             subprocess.run(command, check=True)

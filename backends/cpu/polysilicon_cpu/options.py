@@ -14,7 +14,7 @@ class Options:
     """threads: how many compute, None for one a physical core that the container may use.
     level: instruction-set level, None for the best that runs.
     activations: what inputs of products are rounded to: `bf16`, `int8`, `f32`, or `auto`: int8 with
-        a second term where inputs are large, and bf16 for weights that are floats.
+        a high byte where inputs are large, and bf16 for weights that are floats.
     deterministic: results are bitwise independent of what else is in the batch.
     pin: threads are bound to their cores. Off by default: where anything else needs the cores (the
         server's own process does), a bound thread waits for its core while another one is idle.

@@ -13,7 +13,7 @@ struct Weight;  // the fused parts of one product
 
 enum class Number : int { kFloat32, kFloat16, kBfloat16 };
 
-// What the inputs of products are rounded to. kAuto: int8 for affine weights, with a second term
+// What the inputs of products are rounded to. kAuto: int8 for affine weights, with a high byte
 // where inputs are large, and what the weights' own precision asks for where they are dense or
 // floats.
 enum class Activations : int { kAuto, kFloat32, kBfloat16, kInt8 };

@@ -11,9 +11,9 @@ namespace polysilicon {
 
 namespace {
 
-// Inputs of more than so many times their row's root mean square get a second term: it about
-// halves what rounding does to a model's log-probabilities, for a third more work.
-constexpr float kFineAbove = 3.5f;
+// Inputs of more than so many times the mean size of their row's get a high byte: it about halves
+// what rounding does to a model's log-probabilities.
+constexpr float kLarge = 6.0f;
 
 int divide_up(int a, int b) { return (a + b - 1) / b; }
 int align(int bytes, int border) { return divide_up(bytes, border) * border; }
@@ -251,21 +251,12 @@ Segment plan_segment(Weight& weight, const PartDescription& part, Activations ac
   return segment;
 }
 
-// Places the second terms of integer inputs from byte `at` on and returns where they end.
-int plan_fine_terms(int tiles, float fine_above, int at, RecordPart& part) {
-  part.fine_above = fine_above;
-  part.fine_at = at;
-  part.fine_tiles_at = align(at + tiles * kTile, 8);
-  at = part.fine_tiles_at + divide_up(tiles, 64) * 8;
-  if (part.whole) {
-    part.fine_correction_at = at;
-    at += tiles * 4 * part.correction_count;
-  }
-  if (part.halves) {
-    part.fine_half_correction_at = at;
-    at += tiles * 8 * part.correction_count;
-  }
-  return align(at, 64);
+// Places the high bytes of integer inputs from byte `at` on and returns where they end.
+int plan_high_bytes(int tiles, float large, int at, RecordPart& part) {
+  part.large = large;
+  part.high_at = at;
+  part.high_runs_at = at + tiles * kTile;
+  return align(part.high_runs_at + align(tiles, 8), 64);
 }
 
 // Where a row of activations is laid out; returns where the part ends.
@@ -306,7 +297,7 @@ void plan_record(Weight& weight, Activations activations) {
   int at = plan_record_part(weight, Product::kInt8, 1, weight.int8_corrections, 0, layout.int8);
   if (layout.int8.used) {
     const bool exact = activations == Activations::kAuto;
-    at = plan_fine_terms(layout.tiles, exact ? kFineAbove : HUGE_VALF, at, layout.int8);
+    at = plan_high_bytes(layout.tiles, exact ? kLarge : HUGE_VALF, at, layout.int8);
   }
   at = plan_record_part(weight, Product::kBfloat16, 2, weight.bfloat16_corrections, at,
                         layout.bfloat16);

@@ -56,17 +56,16 @@ struct Segment {
 // products, `corrections` are factors on the sums of the rounded inputs, by which their products
 // with codes begin: minus the offset of the codes.
 //
-// An input of an integer product is `scale * (value + fine / 256)`. The second term is 0 but in
-// tiles that have an input of more than `fine_above` times the row's root mean square: there the
-// step of the first is so large that it would make most of the product's error. A bit for each
-// tile says so, in words of 64.
+// An input of an integer product is `scale * (value + 256 * high)`. A tile's scale follows its
+// largest input only up to `large` times the mean size of the row's inputs (`int8_large`); what is
+// larger has a high byte, so that it does not make the steps of the other inputs coarse. Bit r of
+// a tile's byte of `high_runs_at` says whether any of inputs 4 r .. 4 r + 3 has one.
 struct RecordPart {
   int values_at = 0, scale_at = 0;
   int sum_at = 0, half_sum_at = 0;                // float, by tile and by half
   int correction_at = 0, half_correction_at = 0;  // int32 or float, by correction and tile or half
-  float fine_above = 0;
-  int fine_at = 0, fine_tiles_at = 0;  // second terms and their bits
-  int fine_correction_at = 0, fine_half_correction_at = 0;
+  float large = 0;
+  int high_at = 0, high_runs_at = 0;
   int correction_count = 0;
   const float* corrections = nullptr;
   bool used = false;

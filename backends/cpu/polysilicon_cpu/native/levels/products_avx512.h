@@ -29,9 +29,8 @@ struct Rows {
   const std::uint8_t* scales;
   const std::uint8_t* sums;
   const std::uint8_t* corrections;
-  const std::uint8_t* fine;  // second terms
-  const std::uint8_t* fine_corrections;
-  const std::uint8_t* fine_tiles;
+  const std::uint8_t* high;
+  const std::uint8_t* high_runs;
   std::ptrdiff_t stride;
 
   Rows(const Segment& segment, const RecordLayout& layout, const std::uint8_t* records) {
@@ -42,34 +41,31 @@ struct Rows {
     sums = records + (segment.halves ? part.half_sum_at : part.sum_at);
     corrections = records + (segment.halves ? part.half_correction_at : part.correction_at) +
                   segment.correction * units * 4;
-    fine = records + part.fine_at;
-    fine_corrections = records +
-                       (segment.halves ? part.fine_half_correction_at : part.fine_correction_at) +
-                       segment.correction * units * 4;
-    fine_tiles = records + part.fine_tiles_at;
+    high = records + part.high_at;
+    high_runs = records + part.high_runs_at;
     stride = layout.bytes;
   }
 };
 
-// Which tiles have second terms in any of the rows, asked tile by tile.
+// Which runs of 4 inputs have high bytes in any of the rows: a bit each, asked tile by tile.
 template <class Product, int rows>
-class FineTiles {
+class HighRuns {
  public:
-  explicit PS_INLINE FineTiles(const Rows<Product>& at) : at_(at) {}
+  explicit PS_INLINE HighRuns(const Rows<Product>& at) : at_(at) {}
 
-  PS_INLINE bool next(int tile) {
-    if constexpr (!Product::fine) return false;
-    if (tile % 64 == 0) {
+  PS_INLINE unsigned next(int tile) {
+    if constexpr (!Product::high) return 0;
+    if (tile % 8 == 0) {
       bits_ = 0;
       for (int m = 0; m < rows; ++m) {
         std::uint64_t own;
-        std::memcpy(&own, at_.fine_tiles + m * at_.stride + tile / 64 * 8, sizeof own);
+        std::memcpy(&own, at_.high_runs + m * at_.stride + tile, sizeof own);
         bits_ |= own;
       }
     }
-    const bool fine = bits_ & 1;
-    bits_ >>= 1;
-    return fine;
+    const unsigned runs = bits_ & 255;
+    bits_ >>= 8;
+    return runs;
   }
 
  private:
@@ -101,42 +97,48 @@ void direct(const std::uint8_t* codes, const Scales& scales, const Rows<Product>
   constexpr int kTileBytes = bits * 64;
   __m512 totals[rows];
   unroll<rows>([&](auto m) PS_LAMBDA { totals[m] = _mm512_setzero_ps(); });
-  FineTiles<Product, rows> fine_tiles(at);
+  HighRuns<Product, rows> high_runs(at);
   for (int tile = 0; tile < tiles; ++tile, codes += kTileBytes) {
     __m512i planes[bits];
     unroll<bits>([&](auto i) PS_LAMBDA {
       _mm_prefetch(reinterpret_cast<const char*>(codes) + kPrefetch + i * 64, _MM_HINT_T0);
       planes[i] = load(codes + i * 64);
     });
-    const bool fine = fine_tiles.next(tile);
+    const unsigned high = high_runs.next(tile);
     constexpr int kUnits = halves ? 2 : 1;
     unroll<kUnits>([&](auto part) PS_LAMBDA {
       const int unit = tile * kUnits + part;
       typename Product::Sum sums[rows];
-      const auto add = [&](const std::uint8_t* values) PS_LAMBDA {
-        unroll<2 / kUnits>([&](auto index) PS_LAMBDA {
-          constexpr int half = part + index;
-          half_vectors<Product, bits, half>(planes, [&](auto r, __m512i vector) PS_LAMBDA {
-            unroll<rows>([&](auto m) PS_LAMBDA {
-              sums[m] = Product::step(sums[m], vector, values + m * at.stride + r * 4);
-            });
-          });
+      const auto add = [&](auto r, __m512i vector, const std::uint8_t* values) PS_LAMBDA {
+        unroll<rows>([&](auto m) PS_LAMBDA {
+          sums[m] = Product::step(sums[m], vector, values + m * at.stride + r * 4);
         });
       };
       unroll<rows>([&](auto m) PS_LAMBDA {
         sums[m] = Product::start(at.corrections + m * at.stride + unit * 4);
       });
-      add(at.values + tile * kValueBytes);
-      __m512 scale = _mm512_loadu_ps(scales.scale + unit * kLanes);
-      if constexpr (Product::fine) {
-        if (fine) {
-          unroll<rows>([&](auto m) PS_LAMBDA {
-            sums[m] = Product::refine(sums[m], at.fine_corrections + m * at.stride + unit * 4);
+      if constexpr (Product::high) {
+        if (const unsigned own = halves ? high >> part * 4 & 15 : high) {
+          unroll<rows>([&](auto m) PS_LAMBDA { sums[m] = _mm512_setzero_si512(); });
+          unroll<8 / kUnits>([&](auto index) PS_LAMBDA {
+            if (own >> index & 1) {
+              constexpr int r = part * (8 / kUnits) + index;
+              add(std::integral_constant<int, r>{}, codes_of<bits, r>(planes),
+                  at.high + tile * kValueBytes);
+            }
           });
-          add(at.fine + tile * kValueBytes);
-          scale = _mm512_mul_ps(scale, _mm512_set1_ps(0x1p-8f));
+          unroll<rows>([&](auto m) PS_LAMBDA {
+            sums[m] = Product::raise(sums[m], at.corrections + m * at.stride + unit * 4);
+          });
         }
       }
+      unroll<2 / kUnits>([&](auto index) PS_LAMBDA {
+        constexpr int half = part + index;
+        half_vectors<Product, bits, half>(planes, [&](auto r, __m512i vector) PS_LAMBDA {
+          add(r, vector, at.values + tile * kValueBytes);
+        });
+      });
+      const __m512 scale = _mm512_loadu_ps(scales.scale + unit * kLanes);
       add_scaled<Product, rows, halves>(at, sums, tile, unit, scale, scales.bias, totals);
     });
   }
@@ -164,10 +166,10 @@ void panel_product(const __m512i* panel, const Scales* scales, const Rows<Produc
   unroll<blocks * rows>([&](auto i) PS_LAMBDA {
     totals[i / rows][i % rows] = _mm512_setzero_ps();
   });
-  FineTiles<Product, rows> fine_tiles(at);
+  HighRuns<Product, rows> high_runs(at);
   for (int tile = 0; tile < tiles; ++tile, panel += blocks * Product::vectors) {
     prefetch.tile();
-    const bool fine = fine_tiles.next(tile);
+    const unsigned high = high_runs.next(tile);
     constexpr int kUnits = halves ? 2 : 1;
     constexpr int kSteps = Product::vectors / kUnits;
     unroll<kUnits>([&](auto half) PS_LAMBDA {
@@ -177,42 +179,40 @@ void panel_product(const __m512i* panel, const Scales* scales, const Rows<Produc
         const auto start = Product::start(at.corrections + m * at.stride + unit * 4);
         unroll<blocks>([&](auto b) PS_LAMBDA { sums[b][m] = start; });
       });
-      const auto add = [&](const std::uint8_t* values) PS_LAMBDA {
-        unroll<kSteps>([&](auto step) PS_LAMBDA {
-          constexpr int index = half * kSteps + step;
-          __m512i vectors[blocks];
+      const auto add = [&](int index, const std::uint8_t* values) PS_LAMBDA {
+        __m512i vectors[blocks];
+        unroll<blocks>([&](auto b) PS_LAMBDA {
+          vectors[b] = load(panel + b * Product::vectors + index);
+        });
+        unroll<rows>([&](auto m) PS_LAMBDA {
+          const std::uint8_t* value = values + m * at.stride + index * 4;
           unroll<blocks>([&](auto b) PS_LAMBDA {
-            vectors[b] = load(panel + b * Product::vectors + index);
-          });
-          unroll<rows>([&](auto m) PS_LAMBDA {
-            const std::uint8_t* value = values + m * at.stride + index * 4;
-            unroll<blocks>([&](auto b) PS_LAMBDA {
-              sums[b][m] = Product::step(sums[b][m], vectors[b], value);
-            });
+            sums[b][m] = Product::step(sums[b][m], vectors[b], value);
           });
         });
       };
-      add(at.values + tile * kValueBytes);
-      __m512 scale[blocks];
-      unroll<blocks>([&](auto b) PS_LAMBDA {
-        scale[b] = _mm512_loadu_ps(scales[b].scale + unit * kLanes);
-      });
-      if constexpr (Product::fine) {
-        if (fine) {
-          unroll<rows>([&](auto m) PS_LAMBDA {
-            unroll<blocks>([&](auto b) PS_LAMBDA {
-              sums[b][m] = Product::refine(
-                  sums[b][m], at.fine_corrections + m * at.stride + unit * 4);
-            });
+      if constexpr (Product::high) {
+        if (unsigned own = halves ? high >> half * 4 & 15 : high) {
+          unroll<blocks * rows>([&](auto i) PS_LAMBDA {
+            sums[i / rows][i % rows] = _mm512_setzero_si512();
           });
-          add(at.fine + tile * kValueBytes);
-          unroll<blocks>([&](auto b) PS_LAMBDA {
-            scale[b] = _mm512_mul_ps(scale[b], _mm512_set1_ps(0x1p-8f));
+          for (; own != 0; own &= own - 1) {
+            add(half * kSteps + __builtin_ctz(own), at.high + tile * kValueBytes);
+          }
+          unroll<rows>([&](auto m) PS_LAMBDA {
+            const std::uint8_t* correction = at.corrections + m * at.stride + unit * 4;
+            unroll<blocks>([&](auto b) PS_LAMBDA {
+              sums[b][m] = Product::raise(sums[b][m], correction);
+            });
           });
         }
       }
+      unroll<kSteps>([&](auto step) PS_LAMBDA {
+        add(half * kSteps + step, at.values + tile * kValueBytes);
+      });
       unroll<blocks>([&](auto b) PS_LAMBDA {
-        add_scaled<Product, rows, halves>(at, sums[b], tile, unit, scale[b], scales[b].bias,
+        const __m512 scale = _mm512_loadu_ps(scales[b].scale + unit * kLanes);
+        add_scaled<Product, rows, halves>(at, sums[b], tile, unit, scale, scales[b].bias,
                                           totals[b]);
       });
     });

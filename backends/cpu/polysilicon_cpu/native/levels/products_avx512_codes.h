@@ -113,7 +113,7 @@ int bfloat16_raise(Codes codes, int bits) {
 // 4 bytes of the record.
 struct Int8Product {
   static constexpr int vectors = 8;
-  static constexpr bool fine = true;  // whether inputs may have a second term
+  static constexpr bool high = true;  // whether inputs may have a high byte
   using Sum = __m512i;
 
   static const RecordPart& part(const RecordLayout& layout) { return layout.int8; }
@@ -123,8 +123,8 @@ struct Int8Product {
   static PS_INLINE Sum step(Sum sum, __m512i codes, const std::uint8_t* values) {
     return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(load_int(values)));
   }
-  // The sum of first terms where those of the second, 256 times as fine, are added next.
-  static PS_INLINE Sum refine(Sum sum, const std::uint8_t* correction) {
+  // Of a sum of products with high bytes, what the others are added to.
+  static PS_INLINE Sum raise(Sum sum, const std::uint8_t* correction) {
     return _mm512_add_epi32(_mm512_slli_epi32(sum, 8), start(correction));
   }
   static PS_INLINE __m512 value(Sum sum, const std::uint8_t* scale) {
@@ -134,7 +134,7 @@ struct Int8Product {
 
 struct Bfloat16Product {
   static constexpr int vectors = 16;
-  static constexpr bool fine = false;
+  static constexpr bool high = false;
   using Sum = __m512;
 
   static const RecordPart& part(const RecordLayout& layout) { return layout.bfloat16; }

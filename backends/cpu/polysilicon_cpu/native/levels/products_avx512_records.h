@@ -43,62 +43,52 @@ struct ByteSums {
   PS_INLINE int operator[](int run) const { return lanes[run * 4]; }
 };
 
-// Inputs larger than `fine_above` make the tile one with second terms; returns whether it is.
-PS_INLINE bool put_tile_int8(const RecordLayout& layout, int tile, const Inputs& inputs,
-                             float fine_above, std::uint8_t* record) {
+// Inputs larger than `large` have a high byte.
+PS_INLINE void put_tile_int8(const RecordLayout& layout, int tile, const Inputs& inputs,
+                             float large, std::uint8_t* record) {
   const RecordPart& part = layout.int8;
   const float largest = _mm512_reduce_max_ps(
       _mm512_max_ps(_mm512_abs_ps(inputs.low), _mm512_abs_ps(inputs.high)));
-  // Below this the inverse overflows; such inputs count as 0.
-  const bool visible = largest > 1e-30f;
-  const float scale = visible ? largest / 127.0f : 0.0f;
-  const bool fine = largest > fine_above && visible;
-  const __m512 inverse = _mm512_set1_ps(visible ? (fine ? 32512.0f : 127.0f) / largest : 0.0f);
-  const __m512i low = _mm512_cvtps_epi32(_mm512_mul_ps(inputs.low, inverse));
-  const __m512i high = _mm512_cvtps_epi32(_mm512_mul_ps(inputs.high, inverse));
+  const float step = int8_step(largest, large);
+  const __m512 inverse = _mm512_set1_ps(step > 0.0f ? 1.0f / step : 0.0f);
   const auto bytes_of = [](__m512i low, __m512i high) PS_LAMBDA {
     return _mm256_set_m128i(_mm512_cvtsepi32_epi8(high), _mm512_cvtsepi32_epi8(low));
   };
-  __m256i values, second = _mm256_setzero_si256();
-  if (fine) {
-    const auto rounded = [](__m512i whole) PS_LAMBDA {
-      return _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-    };
-    const auto rest = [](__m512i whole, __m512i first) PS_LAMBDA {
-      return _mm512_sub_epi32(whole, _mm512_slli_epi32(first, 8));
-    };
-    const __m512i first_low = rounded(low), first_high = rounded(high);
-    values = bytes_of(first_low, first_high);
-    second = bytes_of(rest(low, first_low), rest(high, first_high));
-  } else {
-    values = bytes_of(low, high);
-  }
+  const auto high_of = [](__m512i whole) PS_LAMBDA {
+    return _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+  };
+  const auto low_of = [](__m512i whole, __m512i high) PS_LAMBDA {
+    return _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
+  };
+  const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(inputs.low, inverse));
+  const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(inputs.high, inverse));
+  const __m512i first_high = high_of(first), second_high = high_of(second);
+  const __m256i high = bytes_of(first_high, second_high);
+  const __m256i values = bytes_of(low_of(first, first_high), low_of(second, second_high));
   const auto put = [record, tile](int at, __m256i bytes) PS_LAMBDA {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(record + at + tile * kTile), bytes);
   };
   put(part.values_at, values);
-  put(part.fine_at, second);
-  const ByteSums sums(_mm512_inserti64x4(_mm512_castsi256_si512(values), second, 1));
-  put_float(record + part.scale_at + tile * 4, scale);
-  const auto put_sum = [&](int sum_at, int correction_at, int fine_correction_at, int units,
-                           int unit, int sum, int fine_sum) PS_LAMBDA {
-    const float total = static_cast<float>(sum * 256 + fine_sum) * 0x1p-8f;
-    put_float(record + sum_at + unit * 4, scale * total);
+  put(part.high_at, high);
+  record[part.high_runs_at + tile] = _mm256_test_epi32_mask(high, high);
+  const ByteSums sums(_mm512_inserti64x4(_mm512_castsi256_si512(values), high, 1));
+  put_float(record + part.scale_at + tile * 4, step);
+  const auto put_sum = [&](int sum_at, int correction_at, int units, int unit,
+                           int sum) PS_LAMBDA {
+    put_float(record + sum_at + unit * 4, step * static_cast<float>(sum));
     for (int i = 0; i < part.correction_count; ++i) {
       const int factor = static_cast<int>(part.corrections[i]);
       put_int(record + correction_at + (i * units + unit) * 4, factor * sum);
-      put_int(record + fine_correction_at + (i * units + unit) * 4, factor * fine_sum);
     }
   };
   if (part.whole) {
-    put_sum(part.sum_at, part.correction_at, part.fine_correction_at, layout.tiles, tile,
-            sums[0] + sums[1], sums[2] + sums[3]);
+    put_sum(part.sum_at, part.correction_at, layout.tiles, tile,
+            sums[0] + sums[1] + 256 * (sums[2] + sums[3]));
   }
   for (int half = 0; part.halves && half < 2; ++half) {
-    put_sum(part.half_sum_at, part.half_correction_at, part.fine_half_correction_at,
-            layout.tiles * 2, tile * 2 + half, sums[half], sums[2 + half]);
+    put_sum(part.half_sum_at, part.half_correction_at, layout.tiles * 2, tile * 2 + half,
+            sums[half] + 256 * sums[2 + half]);
   }
-  return fine;
 }
 
 PS_INLINE void put_tile_bfloat16(const RecordLayout& layout, int tile, const Inputs& inputs,
@@ -126,35 +116,26 @@ PS_INLINE void put_tile_bfloat16(const RecordLayout& layout, int tile, const Inp
   }
 }
 
-// The square root of the mean of a row's squares, times `factor`.
-float root_mean_square(const float* x, int count, float factor) {
-  __m512 squares = _mm512_setzero_ps();
+// The mean size of a row's inputs, each counted up to `most`.
+float mean_size(const float* x, int count, float most) {
+  __m512 sizes = _mm512_setzero_ps();
   for (int k = 0; k < count; k += 16) {
     const int rest = count - k;
     const __mmask16 mask = static_cast<__mmask16>(rest < 16 ? (1u << rest) - 1 : 0xffff);
-    const __m512 lanes = _mm512_maskz_loadu_ps(mask, x + k);
-    squares = _mm512_fmadd_ps(lanes, lanes, squares);
+    const __m512 size = _mm512_abs_ps(_mm512_maskz_loadu_ps(mask, x + k));
+    sizes = _mm512_add_ps(sizes, _mm512_min_ps(_mm512_set1_ps(most), size));
   }
-  const float mean = _mm512_reduce_add_ps(squares) / static_cast<float>(count);
-  return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(mean))) * factor;
+  return _mm512_reduce_add_ps(sizes) / static_cast<float>(count);
 }
 
 void prepare(const RecordLayout& layout, const float* x, const std::int32_t* order,
              std::uint8_t* record) {
   const RecordPart& int8 = layout.int8;
   if (int8.used || layout.bfloat16.used) {
-    const float fine_above = int8.used ? root_mean_square(x, layout.inputs, int8.fine_above) : 0;
-    std::uint64_t fine = 0;
+    const float large = int8.used ? int8_large(x, layout.inputs, int8.large) : 0;
     for (int tile = 0; tile < layout.tiles; ++tile) {
       const Inputs inputs = inputs_of(layout, x, order, tile);
-      if (int8.used) {
-        const bool more = put_tile_int8(layout, tile, inputs, fine_above, record);
-        fine |= static_cast<std::uint64_t>(more) << tile % 64;
-        if (tile % 64 == 63 || tile + 1 == layout.tiles) {
-          std::memcpy(record + int8.fine_tiles_at + tile / 64 * 8, &fine, sizeof fine);
-          fine = 0;
-        }
-      }
+      if (int8.used) put_tile_int8(layout, tile, inputs, large, record);
       if (layout.bfloat16.used) put_tile_bfloat16(layout, tile, inputs, record);
     }
   }

@@ -1,6 +1,7 @@
 // Decoding of blocks and float32 products, in code that compilers vectorise for any level.
 #pragma once
 
+#include <cmath>
 #include <cstring>
 
 #include "levels/products.h"
@@ -37,6 +38,23 @@ constexpr std::size_t kPanelBytes = kTile * kLanes * sizeof(float);
 
 std::size_t scratch_bytes(int tiles) {
   return static_cast<std::size_t>(tiles) * (4 * kScaleBytes + kPanelBytes);
+}
+
+[[maybe_unused]] float mean_size(const float* x, int count, float most);
+
+// `factor` times the mean size of a row's inputs, in which those of more than 4 times the mean count
+// as that much, so that a few huge ones do not hide the others.
+[[maybe_unused]] PS_INLINE float int8_large(const float* x, int count, float factor) {
+  if (factor == HUGE_VALF) return factor;
+  return factor * mean_size(x, count, 4.0f * mean_size(x, count, HUGE_VALF));
+}
+
+// The step of a tile's integer inputs: by the largest, or by `large` where that is smaller, but such
+// that the largest fits into 16 bits. 0 where inputs are so small that its inverse overflows.
+[[maybe_unused]] PS_INLINE float int8_step(float largest, float large) {
+  if (largest <= 1e-30f) return 0.0f;
+  const float step = (largest < large ? largest : large) / 127.0f, least = largest / 32512.0f;
+  return step < least ? least : step;
 }
 
 [[maybe_unused]] float half_value(std::uint16_t bits) {

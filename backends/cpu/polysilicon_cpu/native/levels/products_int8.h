@@ -49,30 +49,30 @@ PS_INLINE void inputs_of(const RecordLayout& layout, const float* x, const std::
 }
 
 PS_INLINE void put_sum(const RecordPart& part, int sum_at, int correction_at,
-                       int fine_correction_at, int units, int unit, float scale, int sum,
-                       int fine_sum, std::uint8_t* record) {
-  write(record + sum_at + unit * 4, scale * (static_cast<float>(sum * 256 + fine_sum) * 0x1p-8f));
+                       int units, int unit, float step, int sum, std::uint8_t* record) {
+  write(record + sum_at + unit * 4, step * static_cast<float>(sum));
   for (int i = 0; i < part.correction_count; ++i) {
     const auto factor = static_cast<std::int32_t>(part.corrections[i]);
     write(record + correction_at + (i * units + unit) * 4, factor * sum);
-    write(record + fine_correction_at + (i * units + unit) * 4, factor * fine_sum);
   }
 }
 
-// The square root of the mean of a row's squares, times `factor`.
-float root_mean_square(const float* x, int count, float factor) {
-  float squares = 0.0f;
-#pragma omp simd reduction(+ : squares)
-  for (int k = 0; k < count; ++k) squares += x[k] * x[k];
-  return __builtin_sqrtf(squares / static_cast<float>(count)) * factor;
+// The mean size of a row's inputs, each counted up to `most`.
+float mean_size(const float* x, int count, float most) {
+  float sizes = 0.0f;
+#pragma omp simd reduction(+ : sizes)
+  for (int k = 0; k < count; ++k) {
+    const float size = __builtin_fabsf(x[k]);
+    sizes += size > most ? most : size;
+  }
+  return sizes / static_cast<float>(count);
 }
 
 void prepare_int8(const RecordLayout& layout, const float* x, const std::int32_t* order,
                   std::uint8_t* record) {
   constexpr int kCount = kTile / kWidth;
   const RecordPart& part = layout.int8;
-  const float fine_above = root_mean_square(x, layout.inputs, part.fine_above);
-  std::uint64_t fine_tiles = 0;
+  const float large = int8_large(x, layout.inputs, part.large);
   for (int tile = 0; tile < layout.tiles; ++tile) {
     float inputs[kTile];
     inputs_of(layout, x, order, tile, inputs);
@@ -86,48 +86,41 @@ PS_UNROLL
     std::int32_t bits = 0;
     for (int i = 0; i < kWidth; ++i) bits = largest[i] > bits ? largest[i] : bits;
     const float most = __builtin_bit_cast(float, bits);
-    // Below this the inverse overflows; such inputs count as 0.
-    const bool visible = !(most <= 1e-30f);
-    const float scale = visible ? most / 127.0f : 0.0f;
-    const bool fine = visible && most > fine_above;
-    const Floats inverse = splat(visible ? (fine ? 32512.0f : 127.0f) / most : 0.0f);
-    std::int32_t first[kTile], second[kTile];
-    int sums[2] = {}, fine_sums[2] = {};
+    const float step = int8_step(most, large);
+    const Floats inverse = splat(step > 0.0f ? 1.0f / step : 0.0f);
+    std::int32_t low[kTile], high[kTile];
+    int sums[2] = {};
 PS_UNROLL
     for (int half = 0; half < 2; ++half) {
-      Ints sum{}, fine_sum{};
+      Ints sum{};
 PS_UNROLL
       for (int i = half * kCount / 2; i < (half + 1) * kCount / 2; ++i) {
         // Adding 1.5 * 2^23 leaves the nearest whole number in the lowest bits.
         const Floats shifted = load(inputs + i * kWidth) * inverse + splat(12582912.0f);
         const Ints whole = (Ints)((Words)shifted << 16) >> 16;
-        const Ints most_of_it = fine ? (whole + 128) >> 8 : whole;
-        const Ints rest = fine ? whole - (most_of_it << 8) : Ints{};
-        std::memcpy(first + i * kWidth, &most_of_it, sizeof whole);
-        std::memcpy(second + i * kWidth, &rest, sizeof whole);
-        sum += most_of_it;
-        fine_sum += rest;
+        const Ints upper = (whole + 128) >> 8;
+        const Ints lower = whole - (upper << 8);
+        std::memcpy(high + i * kWidth, &upper, sizeof whole);
+        std::memcpy(low + i * kWidth, &lower, sizeof whole);
+        sum += whole;
       }
       for (int i = 0; i < kWidth; ++i) sums[half] += sum[i];
-      for (int i = 0; i < kWidth; ++i) fine_sums[half] += fine_sum[i];
     }
     std::uint8_t* values = record + part.values_at + tile * kTile;
-    std::uint8_t* fine_values = record + part.fine_at + tile * kTile;
-    for (int k = 0; k < kTile; ++k) values[k] = static_cast<std::uint8_t>(first[k]);
-    for (int k = 0; k < kTile; ++k) fine_values[k] = static_cast<std::uint8_t>(second[k]);
-    fine_tiles |= static_cast<std::uint64_t>(fine) << tile % 64;
-    if (tile % 64 == 63 || tile + 1 == layout.tiles) {
-      write(record + part.fine_tiles_at + tile / 64 * 8, fine_tiles);
-      fine_tiles = 0;
-    }
-    write(record + part.scale_at + tile * 4, scale);
+    std::uint8_t* high_values = record + part.high_at + tile * kTile;
+    for (int k = 0; k < kTile; ++k) values[k] = static_cast<std::uint8_t>(low[k]);
+    for (int k = 0; k < kTile; ++k) high_values[k] = static_cast<std::uint8_t>(high[k]);
+    unsigned runs = 0;
+    for (int k = 0; k < kTile; ++k) runs |= (high[k] != 0 ? 1u : 0u) << k / 4;
+    record[part.high_runs_at + tile] = static_cast<std::uint8_t>(runs);
+    write(record + part.scale_at + tile * 4, step);
     if (part.whole) {
-      put_sum(part, part.sum_at, part.correction_at, part.fine_correction_at, layout.tiles, tile,
-              scale, sums[0] + sums[1], fine_sums[0] + fine_sums[1], record);
+      put_sum(part, part.sum_at, part.correction_at, layout.tiles, tile, step, sums[0] + sums[1],
+              record);
     }
     for (int half = 0; part.halves && half < 2; ++half) {
-      put_sum(part, part.half_sum_at, part.half_correction_at, part.fine_half_correction_at,
-              layout.tiles * 2, tile * 2 + half, scale, sums[half], fine_sums[half], record);
+      put_sum(part, part.half_sum_at, part.half_correction_at, layout.tiles * 2, tile * 2 + half,
+              step, sums[half], record);
     }
   }
 }
@@ -170,9 +163,8 @@ struct Rows {
   const std::uint8_t* scales;
   const std::uint8_t* sums;
   const std::uint8_t* corrections;
-  const std::uint8_t* fine;  // second terms
-  const std::uint8_t* fine_corrections;
-  const std::uint8_t* fine_tiles;
+  const std::uint8_t* high;
+  const std::uint8_t* high_runs;
   std::ptrdiff_t stride;
 
   Rows(const Segment& segment, const RecordLayout& layout, const std::uint8_t* records) {
@@ -183,11 +175,8 @@ struct Rows {
     sums = records + (segment.halves ? part.half_sum_at : part.sum_at);
     corrections = records + (segment.halves ? part.half_correction_at : part.correction_at) +
                   segment.correction * units * 4;
-    fine = records + part.fine_at;
-    fine_corrections = records +
-                       (segment.halves ? part.fine_half_correction_at : part.fine_correction_at) +
-                       segment.correction * units * 4;
-    fine_tiles = records + part.fine_tiles_at;
+    high = records + part.high_at;
+    high_runs = records + part.high_runs_at;
     stride = layout.bytes;
   }
 };
@@ -195,8 +184,7 @@ struct Rows {
 // Sums of a unit's products with some rows: `steps` steps from the `first` of the tile.
 template <int bits, int stored, int steps, int rows>
 PS_INLINE void sums_of(const std::uint8_t* codes, int first, const std::uint8_t* values,
-                       std::ptrdiff_t stride, const std::uint8_t* corrections,
-                       Ints (*out)[kVectors]) {
+                       std::ptrdiff_t stride, Ints (*out)[kVectors]) {
   Sum<bits, steps> sums[rows][kVectors];
 PS_UNROLL
   for (int step = 0; step < steps; ++step) {
@@ -216,9 +204,7 @@ PS_UNROLL
 PS_UNROLL
   for (int m = 0; m < rows; ++m) {
 PS_UNROLL
-    for (int v = 0; v < kVectors; ++v) {
-      out[m][v] = sums[m][v].total() + splat(read<std::int32_t>(corrections + m * stride));
-    }
+    for (int v = 0; v < kVectors; ++v) out[m][v] = sums[m][v].total();
   }
 }
 
@@ -229,43 +215,37 @@ void block_product(const std::uint8_t* codes, const Scales& scales, const Rows& 
                    float (*lanes)[kLanes]) {
   constexpr int kUnits = halves ? 2 : 1, kSteps = 8 / kUnits;
   Floats totals[rows][kVectors] = {};
-  std::uint64_t fine_tiles = 0;
   for (int tile = 0; tile < tiles; ++tile, codes += stored * 64) {
     if constexpr (stored == bits) {
       for (int i = 0; i < bits; ++i) __builtin_prefetch(codes + kPrefetch + i * 64);
     }
-    if (tile % 64 == 0) {
-      fine_tiles = 0;
-      for (int m = 0; m < rows; ++m) {
-        fine_tiles |= read<std::uint64_t>(at.fine_tiles + m * at.stride + tile / 64 * 8);
-      }
-    }
-    const bool fine = fine_tiles >> tile % 64 & 1;
+    unsigned high = 0;
+    for (int m = 0; m < rows; ++m) high |= at.high_runs[m * at.stride + tile];
 PS_UNROLL
     for (int half = 0; half < kUnits; ++half) {
       const int unit = tile * kUnits + half;
       Ints sums[rows][kVectors];
       sums_of<bits, stored, kSteps, rows>(codes, half * kSteps, at.values + tile * kTile,
-                                          at.stride, at.corrections + unit * 4, sums);
-      Floats factor = splat(1.0f);
-      if (fine) {
+                                          at.stride, sums);
+      if (high != 0) {
         Ints more[rows][kVectors];
-        sums_of<bits, stored, kSteps, rows>(codes, half * kSteps, at.fine + tile * kTile,
-                                            at.stride, at.fine_corrections + unit * 4, more);
-        factor = splat(0x1p-8f);
+        sums_of<bits, stored, kSteps, rows>(codes, half * kSteps, at.high + tile * kTile,
+                                            at.stride, more);
 PS_UNROLL
         for (int m = 0; m < rows; ++m) {
 PS_UNROLL
-          for (int v = 0; v < kVectors; ++v) sums[m][v] = (sums[m][v] << 8) + more[m][v];
+          for (int v = 0; v < kVectors; ++v) sums[m][v] += more[m][v] << 8;
         }
       }
 PS_UNROLL
       for (int m = 0; m < rows; ++m) {
         const std::ptrdiff_t row = m * at.stride;
-        const Floats input_scale = splat(read<float>(at.scales + row + tile * 4)) * factor;
+        const Floats input_scale = splat(read<float>(at.scales + row + tile * 4));
+        const Ints correction = splat(read<std::int32_t>(at.corrections + row + unit * 4));
 PS_UNROLL
         for (int v = 0; v < kVectors; ++v) {
-          const Floats value = __builtin_convertvector(sums[m][v], Floats) * input_scale;
+          const Ints sum = sums[m][v] + correction;
+          const Floats value = __builtin_convertvector(sum, Floats) * input_scale;
           totals[m][v] = fma(value, load(scales.scale + unit * kLanes + v * kWidth), totals[m][v]);
         }
         if (scales.bias == nullptr) continue;
