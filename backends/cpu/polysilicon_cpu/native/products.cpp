@@ -13,7 +13,7 @@ namespace {
 constexpr int kOwnRows = 4;
 
 // Records of rows that are multiplied with one block after another stay in the second-level cache.
-constexpr std::ptrdiff_t kRecordBytes = 512 << 10;
+constexpr std::ptrdiff_t kRecordBytes = 192 << 10;
 
 // Rows that a kernel takes at once divide this.
 constexpr int kRowStep = 12;

@@ -78,7 +78,8 @@ PS_INLINE void add_scaled(const Rows<Product>& at, const typename Product::Sum* 
                           int unit, __m512 scale, const float* bias, __m512* totals) {
   unroll<rows>([&](auto m) PS_LAMBDA {
     const std::ptrdiff_t row = m * at.stride;
-    const __m512 value = Product::value(sums[m], at.scales + row + tile * 4);
+    const __m512 value = Product::value(sums[m], at.corrections + row + unit * 4,
+                                        at.scales + row + tile * 4);
     totals[m] = _mm512_fmadd_ps(value, scale, totals[m]);
   });
   if (bias == nullptr) return;
@@ -114,12 +115,9 @@ void direct(const std::uint8_t* codes, const Scales& scales, const Rows<Product>
           sums[m] = Product::step(sums[m], vector, values + m * at.stride + r * 4);
         });
       };
-      unroll<rows>([&](auto m) PS_LAMBDA {
-        sums[m] = Product::start(at.corrections + m * at.stride + unit * 4);
-      });
+      unroll<rows>([&](auto m) PS_LAMBDA { sums[m] = typename Product::Sum{}; });
       if constexpr (Product::high) {
         if (const unsigned own = halves ? high >> part * 4 & 15 : high) {
-          unroll<rows>([&](auto m) PS_LAMBDA { sums[m] = _mm512_setzero_si512(); });
           unroll<8 / kUnits>([&](auto index) PS_LAMBDA {
             if (own >> index & 1) {
               constexpr int r = part * (8 / kUnits) + index;
@@ -127,9 +125,7 @@ void direct(const std::uint8_t* codes, const Scales& scales, const Rows<Product>
                   at.high + tile * kValueBytes);
             }
           });
-          unroll<rows>([&](auto m) PS_LAMBDA {
-            sums[m] = Product::raise(sums[m], at.corrections + m * at.stride + unit * 4);
-          });
+          unroll<rows>([&](auto m) PS_LAMBDA { sums[m] = _mm512_slli_epi32(sums[m], 8); });
         }
       }
       unroll<2 / kUnits>([&](auto index) PS_LAMBDA {
@@ -175,10 +171,7 @@ void panel_product(const __m512i* panel, const Scales* scales, const Rows<Produc
     unroll<kUnits>([&](auto half) PS_LAMBDA {
       const int unit = tile * kUnits + half;
       typename Product::Sum sums[blocks][rows];
-      unroll<rows>([&](auto m) PS_LAMBDA {
-        const auto start = Product::start(at.corrections + m * at.stride + unit * 4);
-        unroll<blocks>([&](auto b) PS_LAMBDA { sums[b][m] = start; });
-      });
+      unroll<blocks * rows>([&](auto i) PS_LAMBDA { sums[i / rows][i % rows] = typename Product::Sum{}; });
       const auto add = [&](int index, const std::uint8_t* values) PS_LAMBDA {
         __m512i vectors[blocks];
         unroll<blocks>([&](auto b) PS_LAMBDA {
@@ -193,17 +186,11 @@ void panel_product(const __m512i* panel, const Scales* scales, const Rows<Produc
       };
       if constexpr (Product::high) {
         if (unsigned own = halves ? high >> half * 4 & 15 : high) {
-          unroll<blocks * rows>([&](auto i) PS_LAMBDA {
-            sums[i / rows][i % rows] = _mm512_setzero_si512();
-          });
           for (; own != 0; own &= own - 1) {
             add(half * kSteps + __builtin_ctz(own), at.high + tile * kValueBytes);
           }
-          unroll<rows>([&](auto m) PS_LAMBDA {
-            const std::uint8_t* correction = at.corrections + m * at.stride + unit * 4;
-            unroll<blocks>([&](auto b) PS_LAMBDA {
-              sums[b][m] = Product::raise(sums[b][m], correction);
-            });
+          unroll<blocks * rows>([&](auto i) PS_LAMBDA {
+            sums[i / rows][i % rows] = _mm512_slli_epi32(sums[i / rows][i % rows], 8);
           });
         }
       }

@@ -117,17 +117,12 @@ struct Int8Product {
   using Sum = __m512i;
 
   static const RecordPart& part(const RecordLayout& layout) { return layout.int8; }
-  static PS_INLINE Sum start(const std::uint8_t* correction) {
-    return _mm512_set1_epi32(load_int(correction));
-  }
   static PS_INLINE Sum step(Sum sum, __m512i codes, const std::uint8_t* values) {
     return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(load_int(values)));
   }
-  // Of a sum of products with high bytes, what the others are added to.
-  static PS_INLINE Sum raise(Sum sum, const std::uint8_t* correction) {
-    return _mm512_add_epi32(_mm512_slli_epi32(sum, 8), start(correction));
-  }
-  static PS_INLINE __m512 value(Sum sum, const std::uint8_t* scale) {
+  static PS_INLINE __m512 value(Sum sum, const std::uint8_t* correction,
+                                const std::uint8_t* scale) {
+    sum = _mm512_add_epi32(sum, _mm512_set1_epi32(load_int(correction)));
     return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(load_float(scale)));
   }
 };
@@ -138,13 +133,12 @@ struct Bfloat16Product {
   using Sum = __m512;
 
   static const RecordPart& part(const RecordLayout& layout) { return layout.bfloat16; }
-  static PS_INLINE Sum start(const std::uint8_t* correction) {
-    return _mm512_set1_ps(load_float(correction));
-  }
   static PS_INLINE Sum step(Sum sum, __m512i codes, const std::uint8_t* values) {
     return _mm512_dpbf16_ps(sum, (__m512bh)codes, (__m512bh)_mm512_set1_epi32(load_int(values)));
   }
-  static PS_INLINE __m512 value(Sum sum, const std::uint8_t*) { return sum; }
+  static PS_INLINE __m512 value(Sum sum, const std::uint8_t* correction, const std::uint8_t*) {
+    return _mm512_add_ps(sum, _mm512_set1_ps(load_float(correction)));
+  }
 };
 
 // The vectors of one half of a tile, in order, given to use(index, vector).

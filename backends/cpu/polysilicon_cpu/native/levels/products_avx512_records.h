@@ -132,7 +132,7 @@ void prepare(const RecordLayout& layout, const float* x, const std::int32_t* ord
              std::uint8_t* record) {
   const RecordPart& int8 = layout.int8;
   if (int8.used || layout.bfloat16.used) {
-    const float large = int8.used ? int8_large(x, layout.inputs, int8.large) : 0;
+    const float large = int8.used ? int8_large(x, layout.inputs, int8.large, mean_size) : 0;
     for (int tile = 0; tile < layout.tiles; ++tile) {
       const Inputs inputs = inputs_of(layout, x, order, tile);
       if (int8.used) put_tile_int8(layout, tile, inputs, large, record);

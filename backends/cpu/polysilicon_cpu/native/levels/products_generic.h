@@ -40,11 +40,11 @@ std::size_t scratch_bytes(int tiles) {
   return static_cast<std::size_t>(tiles) * (4 * kScaleBytes + kPanelBytes);
 }
 
-[[maybe_unused]] float mean_size(const float* x, int count, float most);
-
 // `factor` times the mean size of a row's inputs, in which those of more than 4 times the mean count
 // as that much, so that a few huge ones do not hide the others.
-[[maybe_unused]] PS_INLINE float int8_large(const float* x, int count, float factor) {
+// mean_size(x, count, most): the mean of sizes, each of them `most` at most.
+template <class MeanSize>
+PS_INLINE float int8_large(const float* x, int count, float factor, const MeanSize& mean_size) {
   if (factor == HUGE_VALF) return factor;
   return factor * mean_size(x, count, 4.0f * mean_size(x, count, HUGE_VALF));
 }

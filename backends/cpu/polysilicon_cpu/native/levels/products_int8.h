@@ -72,7 +72,7 @@ void prepare_int8(const RecordLayout& layout, const float* x, const std::int32_t
                   std::uint8_t* record) {
   constexpr int kCount = kTile / kWidth;
   const RecordPart& part = layout.int8;
-  const float large = int8_large(x, layout.inputs, part.large);
+  const float large = int8_large(x, layout.inputs, part.large, mean_size);
   for (int tile = 0; tile < layout.tiles; ++tile) {
     float inputs[kTile];
     inputs_of(layout, x, order, tile, inputs);
