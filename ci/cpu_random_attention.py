@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from polysilicon.backend import KV_DTYPES, Batch, KVSpec, Rope, kv_planes
+from polysilicon.backend import Batch, KVSpec, Rope, kv_planes
 from polysilicon.testing import oracles
 from polysilicon_cpu import levels
 from polysilicon_cpu.device import CPUDevice
@@ -30,7 +30,8 @@ Float64 = npt.NDArray[np.float64]
 
 LAYER = 3
 DTYPE_STEP = {"f32": 0.0, "f16": 2.0**-10, "bf16": 2.0**-7, "int8": 2.0**-5}
-"""How far apart neighbours are: rotated, normed and turned vectors may be stored as either."""
+"""By KV dtype, how far apart neighbours are: rotated, normed and turned vectors may be stored as
+either."""
 
 
 class WrongResult(Exception):
@@ -63,7 +64,7 @@ def random_shape(rng: np.random.Generator) -> Shape:
         dim=dim,
         value_dim=dim if rng.random() < 0.7 else int(rng.choice([32, 64, 80, 20])),
         page_size=int(rng.choice([16, 16, 32, 64, 4, 8, 1])),
-        dtype=str(rng.choice(list(KV_DTYPES))),
+        dtype=str(rng.choice(list(DTYPE_STEP))),
         window=int(rng.choice([0, 0, 1, 5, 17, 100, 300])) or None,
         softcap=float(rng.choice([0, 0, 2.0, 30.0])) or None,
         causal=bool(rng.random() < 0.85),

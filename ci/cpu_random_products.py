@@ -92,8 +92,9 @@ def largest_error(
     """What rounding may add up to, for x `[rows, K]` and W `[N, K]`: `[rows, N]`.
 
     Inputs in bf16 are off by 2^-8 of themselves, as are weights that are not whole numbers of a
-    scale; in int8, by half a step, the largest of 32 inputs having 127, where `auto` has a second
-    term if that largest exceeds 3.5 times the root of the row's mean square. Sums are in float32.
+    scale; in int8, by half a step, the largest of 32 inputs having 127, where `auto` counts no more
+    of that largest than 6 times the row's mean size, as long as 16 bits hold it. Sums are in
+    float32.
     """
     sizes, weights = np.abs(x), np.abs(values)
     sums = sizes.sum(axis=1)[:, None] * weights.max(axis=1)
@@ -104,7 +105,7 @@ def largest_error(
         # Act-order permutes inputs before they are rounded: the largest of a row bounds any group.
         largest = sizes.max(axis=1)
         if activations == "auto":
-            largest = np.minimum(largest, 3.51 * np.sqrt(np.square(x).mean(axis=1)))
+            largest = np.maximum(np.minimum(largest, 6.01 * sizes.mean(axis=1)), largest / 256)
         rounding += largest[:, None] / 254 * 1.02 * weights.sum(axis=1)
     return rounding + 1e-4 * sums
 

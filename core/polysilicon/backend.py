@@ -21,7 +21,7 @@ import dataclasses
 import fnmatch
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import ml_dtypes
@@ -46,6 +46,7 @@ from polysilicon.weights.encodings import (
 __all__ = [
     "CONTRACT_VERSION",
     "KV_DTYPES",
+    "KV_LARGEST_CODE",
     "PROJECT",
     "AdapterPool",
     "AdapterRef",
@@ -108,20 +109,26 @@ KV_DTYPES: dict[str, np.dtype[Any]] = {
     "f16": np.dtype(np.float16),
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "int8": np.dtype(np.int8),
+    "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
 """KV dtypes by name. Every backend stores f16, so that any two have one in common.
 
-`int8` is quantised with a scale for each token and head, in a plane of its own (`kv_planes`). A
-vector x is first turned: y = H x, where H is the Walsh-Hadamard transform over consecutive blocks
-of the largest power of two that divides the head's dim, divided by the root of that power. H is
-its own inverse and keeps products of queries and keys; it spreads the few large dimensions that
-keys have, which alone would set the scale (QuaRot, arXiv 2404.00456: the error of
-log-probabilities falls to a third). Then, in float32, scale = max |y| / 127 and code = y / scale,
-rounded to nearest even, which is read back as H (code * scale). Where that scale is below the
-least normal float32, 2^-126, it and the codes are 0; where y holds an infinity or a NaN, it is NaN
-and they are 0. Scales are f32, for 6 % of a head of 64: in float16 they would lose precision below
-6e-5, where a head's values stay below 0.008.
+`int8` and `fp8_e4m3` are quantised with a scale for each token and head, in a plane of its own
+(`kv_planes`). For `int8` a vector x is first turned: y = H x, where H is the Walsh-Hadamard
+transform over consecutive blocks of the largest power of two that divides the head's dim, divided
+by the root of that power. H is its own inverse and keeps products of queries and keys; it spreads
+the few large dimensions that keys have, which alone would set the scale (QuaRot, arXiv 2404.00456:
+the error of log-probabilities falls to a third). For `fp8_e4m3` (e4m3fn of OCP's specification of
+8-bit floating point) y = x: its codes are finer where values are small. Then, in float32,
+scale = max |y| / m with the largest code m (`KV_LARGEST_CODE`) and code = y / scale, rounded to
+nearest even, which is read back as code * scale, turned by H for `int8`. Where that scale is below
+the least normal float32, 2^-126, it and the codes are 0; where y holds an infinity or a NaN, it is
+NaN and they are 0. Scales are f32, for 6 % of a head of 64: in float16 they would lose precision
+below 6e-5, where a head's values stay below 0.008.
 """
+
+KV_LARGEST_CODE: dict[str, float] = {"int8": 127.0, "fp8_e4m3": 448.0}
+"""The quantised KV dtypes, and the code of the largest value of a vector."""
 
 
 class DeviceError(Exception):
@@ -138,11 +145,14 @@ class DeviceLost(DeviceError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
-    """One device a probe found. memory: bytes in total; details: what `backends` prints beside."""
+    """One device a probe found. memory: bytes in total; details: what `backends` prints beside.
+    stand_in: it computes on something else than the hardware that the backend is for, to be tested:
+    `--backend auto` passes it over."""
 
     name: str
     memory: int
     details: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stand_in: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,7 +231,7 @@ def kv_planes(*, heads: int, key_dim: int, value_dim: int, dtype: str) -> tuple[
     `k_scale` and `v_scale`, of dim 1. dtype: a key of `KV_DTYPES`."""
     dims = {"k": key_dim, "v": value_dim}
     planes = [Plane(name=name, heads=heads, dim=dim, dtype=dtype) for name, dim in dims.items()]
-    if dtype == "int8":
+    if dtype in KV_LARGEST_CODE:
         planes += [Plane(name=f"{name}_scale", heads=heads, dim=1, dtype="f32") for name in dims]
     return tuple(planes)
 
@@ -440,6 +450,13 @@ class Device(ABC):
 
     @abstractmethod
     def memory(self) -> MemoryInfo: ...
+
+    def tune(self, report: Callable[[str], None]) -> str | None:
+        """Measure what the device's kernels leave open, such as block sizes, and keep the best
+        choices for this card, where a later `open` finds them. Needs the card for itself for some
+        minutes, and nothing placed on the device. `report` takes a line on each choice. Returns
+        where they are kept; None, the default, where a device has nothing to tune."""
+        return None
 
     @abstractmethod
     def close(self) -> None:

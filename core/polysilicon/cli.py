@@ -19,6 +19,7 @@ from polysilicon.commands.plugins import plugins
 from polysilicon.commands.pull import pull
 from polysilicon.commands.run import run as run_prompt
 from polysilicon.commands.serve import serve
+from polysilicon.commands.tune import tune
 from polysilicon.errors import ConfigError, PolysiliconError
 
 # typer carries click's classes inside and exports the subclass only.
@@ -57,6 +58,7 @@ app.command()(generate)
 app.add_typer(bench, name="bench")
 app.command()(plugins)
 app.command()(backends)
+app.command()(tune)
 
 
 def main() -> None:

@@ -100,7 +100,7 @@ class Config(BaseModel):
         "int8, bf16, f32, or auto, the fastest that keeps the outputs close.",
     )
     kv_dtype: str | None = Field(
-        default=None, description="KV cache dtype: f32, f16, bf16 or int8."
+        default=None, description="KV cache dtype: f32, f16, bf16, int8 or fp8_e4m3."
     )
     page_size: int | None = Field(default=None, ge=1, description="Tokens of a KV page.")
     kv_memory: Annotated[int | None, BeforeValidator(_bytes)] = Field(

@@ -166,6 +166,9 @@ def _select_first(plugins: Plugins) -> Selection:
     for backend in in_order(plugins.backends):
         report = _probe(plugins, backend)
         if report.status is BackendStatus.AVAILABLE:
+            if all(info.stand_in for info in report.devices):
+                passed.append(f"{report.name}: {report.devices[0].name} is for tests, by name only")
+                continue
             reason = "the first that can run" if passed else "the first in order"
             if passed:
                 reason = f"{reason} (not {'; not '.join(passed)})"

@@ -230,6 +230,8 @@ class CPUAdapterPool(AdapterPool):
 def _keys_and_values(spec: KVSpec) -> tuple[Plane, Plane]:
     """The planes `k` and `v`; those of dtype int8 have their scales behind both."""
     key, value = spec.planes[:2]
+    if not {key.dtype, value.dtype} <= _STORAGES.keys():
+        raise ValueError(f"the cpu backend stores KV in {', '.join(_STORAGES)}, not {key.dtype}")
     expected = [
         ("k", key.heads, key.dim, key.dtype),
         ("v", key.heads, value.dim, value.dtype),

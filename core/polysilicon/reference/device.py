@@ -45,7 +45,7 @@ class ReferenceDevice(Device):
     def __init__(self) -> None:
         self.capabilities = Capabilities(
             compute="f32",
-            kv_dtypes=("f32", "f16", "bf16", "int8"),
+            kv_dtypes=("f32", "f16", "bf16", "int8", "fp8_e4m3"),
             page_sizes=(16, 32, 64, 128, *range(1, 16)),
             encodings=("*",),
             adapters=256,

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from polysilicon.backend import (
     KV_DTYPES,
+    KV_LARGEST_CODE,
     AdapterPool,
     AdapterSpec,
     AdapterWeights,
@@ -56,14 +57,17 @@ def turn(values: Float32) -> Float32:
     return turned.reshape(values.shape)
 
 
-def quantize(values: Float32) -> tuple[npt.NDArray[np.int8], Float32]:
+def quantize(values: Float32, dtype: str) -> tuple[Array, Float32]:
     """Codes `[..., dim]` and scales `[..., 1]` of vectors, by the rule of `KV_DTYPES`."""
-    values = turn(values)
-    scale = np.abs(values).max(axis=-1, keepdims=True) / np.float32(127)
+    if dtype == "int8":
+        values = turn(values)
+    scale = np.abs(values).max(axis=-1, keepdims=True) / np.float32(KV_LARGEST_CODE[dtype])
     scale[scale < np.finfo(np.float32).smallest_normal] = 0
     scale[~np.isfinite(scale)] = np.nan
     quotients = np.divide(values, scale, out=np.zeros_like(values), where=scale > 0)
-    return np.rint(quotients).astype(np.int8), scale
+    if dtype == "int8":
+        np.rint(quotients, out=quotients)
+    return quotients.astype(KV_DTYPES[dtype]), scale
 
 
 class ReferenceKVPool(KVPool):
@@ -75,6 +79,7 @@ class ReferenceKVPool(KVPool):
         self.slots = pages * spec.page_size
         self._closed = False
         self._layer_index = {layer: index for index, layer in enumerate(spec.layers)}
+        self._dtypes = {plane.name: plane.dtype for plane in spec.planes}
         self._planes = {
             plane.name: np.zeros(
                 (len(spec.layers), self.slots, plane.heads, plane.dim), KV_DTYPES[plane.dtype]
@@ -99,9 +104,9 @@ class ReferenceKVPool(KVPool):
         """Write the K and V `[T, heads, dim]` of one layer at slots `[T]`, rounded to the dtype."""
         check_indexes("slots", slots, self.slots)
         for name, rows in (("k", keys), ("v", values)):
-            plane = self.plane(name, layer)
-            if plane.dtype == np.int8:
-                plane[slots], self.plane(f"{name}_scale", layer)[slots] = quantize(rows)
+            plane, dtype = self.plane(name, layer), self._dtypes[name]
+            if dtype in KV_LARGEST_CODE:
+                plane[slots], self.plane(f"{name}_scale", layer)[slots] = quantize(rows, dtype)
             else:
                 plane[slots] = rows
 
@@ -109,8 +114,10 @@ class ReferenceKVPool(KVPool):
         """Plane `k` or `v` of one layer at slots `[n]`: float32 `[n, heads, dim]`."""
         plane = self.plane(name, layer)
         values: Float32 = plane[slots].astype(np.float32, copy=False)
-        if plane.dtype == np.int8:
-            values = turn(values * self.plane(f"{name}_scale", layer)[slots])
+        if self._dtypes[name] in KV_LARGEST_CODE:
+            values = values * self.plane(f"{name}_scale", layer)[slots]
+        if self._dtypes[name] == "int8":
+            values = turn(values)
         return values
 
     def copy(self, source: npt.NDArray[np.int32], target: npt.NDArray[np.int32]) -> None:

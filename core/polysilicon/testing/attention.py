@@ -11,7 +11,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from polysilicon.backend import Batch, KVSpec, Normalization, Ops, Rope, kv_planes
+from polysilicon.backend import (
+    KV_LARGEST_CODE,
+    Batch,
+    KVSpec,
+    Normalization,
+    Ops,
+    Rope,
+    kv_planes,
+)
 from polysilicon.testing import oracles
 from polysilicon.testing.batches import Chunk, make_batch
 from polysilicon.testing.kit import STORE_BOUNDS, Float32, Float64, Kit, as_forward, assert_close
@@ -178,11 +186,11 @@ class AttentionBench:
 
     @property
     def bound(self) -> float:
-        """The compute bound. Rotated, normed and turned keys may round to either neighbour."""
+        """The compute bound. Rotated, normed and quantised keys may round to either neighbour."""
         bound = self.kit.bound
         if self.case.rope is not None:
             bound += oracles.angle_error(500)
-        if self.case.rope is not None or self.case.k_norm or self.kv_dtype == "int8":
+        if self.case.rope is not None or self.case.k_norm or self.kv_dtype in KV_LARGEST_CODE:
             bound += STORE_BOUNDS[self.kv_dtype]
         return bound
 

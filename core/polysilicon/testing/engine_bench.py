@@ -35,7 +35,7 @@ COMPUTE_BOUNDS = {"f32": 2e-3, "f16": 0.08, "bf16": 0.8, "int8": 1.2}
 """By how much a difference of two logits of the tiny models may be off, by declared compute: about
 twice the most that rounding their products' inputs and outputs does. Logits vary by 4."""
 
-STORE_BOUNDS = {"f32": 0.0, "f16": 0.02, "bf16": 0.15, "int8": 0.5}
+STORE_BOUNDS = {"f32": 0.0, "f16": 0.02, "bf16": 0.15, "int8": 0.5, "fp8_e4m3": 2.5}
 """What may come on top where keys or values are rounded to the other neighbour of the KV dtype: as
 much as rounding all of them does."""
 

@@ -32,11 +32,12 @@ Computation = Callable[[Ops, Batch], Any]
 COMPUTE_BOUNDS = {"f32": 2e-5, "f16": 2e-3, "bf16": 1.5e-2, "int8": 3e-2}
 """Largest error, relative to the largest magnitude of the expected output, by declared compute."""
 
-STORE_BOUNDS = {"f32": 0.0, "f16": 1e-3, "bf16": 8e-3, "int8": 2e-2}
+STORE_BOUNDS = {"f32": 0.0, "f16": 1e-3, "bf16": 8e-3, "int8": 2e-2, "fp8_e4m3": 5e-2}
 """What a value that lies between two of the KV dtype's may add, when it is rounded to the other.
 
 int8's neighbours are 1/127 of a vector's largest value apart: 0.008 from the values themselves, and
 0.012 from scores whose keys, of which the largest is 2.5 times the mean, were rounded otherwise.
+fp8's are 1/14 of the largest value apart where they are farthest, which few values come near.
 """
 
 FLOAT32_BOUND = 1e-6
@@ -89,11 +90,14 @@ class Kit:
         return self.device.put(list(parts), shard)
 
     def dense(self, array: npt.NDArray[Any]) -> tuple[Handle, Float64]:
-        """Place an array in the most precise dense encoding of the device; gives back the values as
-        they are after rounding to it."""
+        """Place an array, rounded to the device's compute dtype as it may round it, in its most
+        precise dense encoding; gives back the values as they are after that."""
+        values = np.asarray(array, np.float32)
+        if self.capabilities.compute in ("f16", "bf16"):
+            values = values.astype(KV_DTYPES[self.capabilities.compute]).astype(np.float32)
         for name, dtype in KV_DTYPES.items():
             if self.capabilities.takes(f"dense:{name}"):
-                weight = Dense(array=np.asarray(array, np.float32).astype(dtype))
+                weight = Dense(array=values.astype(dtype))
                 return self.device.put([weight]), weight.dequantize().astype(np.float64)
         pytest.fail("the device takes no dense encoding: the kit cannot give it inputs")
 

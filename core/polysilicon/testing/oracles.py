@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from polysilicon.backend import KV_DTYPES, Rope
+from polysilicon.backend import KV_DTYPES, KV_LARGEST_CODE, Rope
 
 Float64 = npt.NDArray[np.float64]
 
@@ -47,13 +47,16 @@ def angle_error(position: int) -> float:
 
 def stored(values: Float64, kv_dtype: str) -> Float64:
     """Keys or values `[..., dim]` as a KV pool of this dtype gives them back."""
-    if kv_dtype != "int8":
-        return values.astype(np.float32).astype(KV_DTYPES[kv_dtype]).astype(np.float64)
-    turn = hadamard(values.shape[-1])
+    dtype = KV_DTYPES[kv_dtype]
+    if kv_dtype not in KV_LARGEST_CODE:
+        return values.astype(np.float32).astype(dtype).astype(np.float64)
+    dim = values.shape[-1]
+    turn = hadamard(dim) if kv_dtype == "int8" else np.eye(dim)
     turned = values.astype(np.float32) @ turn
-    scale = np.abs(turned).max(axis=-1, keepdims=True) / 127
+    scale = np.abs(turned).max(axis=-1, keepdims=True) / KV_LARGEST_CODE[kv_dtype]
     codes = np.where(scale >= 2.0**-126, turned, 0) / np.where(scale >= 2.0**-126, scale, 1)
-    return np.asarray(np.round(codes) * scale @ turn)
+    codes = np.round(codes) if kv_dtype == "int8" else codes.astype(dtype).astype(np.float64)
+    return np.asarray(codes * scale @ turn)
 
 
 @functools.cache

@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from polysilicon.backend import DeviceError
 from polysilicon.cli import run
 from polysilicon.errors import ConfigError, ModelError
+from polysilicon.reference.device import ReferenceDevice
 
 PROGRAM = (sys.executable, "-c", "from polysilicon.cli import main; main()")
 
@@ -232,3 +235,23 @@ def test_an_interrupt(tmp_path: Path) -> None:
         [sys.executable, "-c", source], capture_output=True, timeout=120, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, b"", b"")
+
+
+def test_tune(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["tune", "--backend", "reference"]) == 0
+    assert capsys.readouterr().out == "backend reference has nothing to tune on numpy\n"
+
+    def measured(device: ReferenceDevice, report: Callable[[str], None]) -> str:
+        report("product: 2.0 us")
+        return "there"
+
+    monkeypatch.setattr(ReferenceDevice, "tune", measured)
+    assert run(["tune", "--backend", "reference"]) == 0
+    assert capsys.readouterr().out == "product: 2.0 us\nkept for numpy in there\n"
+
+    def lost(device: ReferenceDevice, report: Callable[[str], None]) -> str:
+        raise DeviceError("the card is gone")
+
+    monkeypatch.setattr(ReferenceDevice, "tune", lost)
+    assert run(["tune", "--backend", "reference"]) == 1
+    assert capsys.readouterr().err == "error: backend reference failed: the card is gone\n"

@@ -54,6 +54,19 @@ def test_auto_takes_the_first_that_can_run_and_says_why(install: Install) -> Non
     assert "opal: its probe failed: OSError: driver 3 is too old" in selection.reason
 
 
+def test_auto_passes_over_what_stands_in_for_hardware(install: Install) -> None:
+    probe = "DeviceInfo(name='emulator', memory=1 << 30, stand_in=True)"
+    install(
+        "a",
+        "from polysilicon.backend import DeviceInfo\nclass Emulated(Fake):\n"
+        f"    def probe(self): return [{probe}]\n" + backends("Emulated('metal')", "Fake('cpu')"),
+    )
+    selection = select_backend(load_plugins())
+    assert selection.name == "cpu"
+    assert "metal: emulator is for tests, by name only" in selection.reason
+    assert select_backend(load_plugins(), "metal").name == "metal"
+
+
 def test_auto_falls_back_on_the_reference(install: Install) -> None:
     install("a", PROBES + backends("Away('cpu')"))
     assert select_backend(load_plugins()).name == "reference"

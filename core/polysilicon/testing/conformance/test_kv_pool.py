@@ -9,7 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from polysilicon.backend import KV_DTYPES, Batch, KVPool, KVSpec, Ops, kv_planes
+from polysilicon.backend import (
+    KV_DTYPES,
+    KV_LARGEST_CODE,
+    Batch,
+    KVPool,
+    KVSpec,
+    Ops,
+    kv_planes,
+)
 from polysilicon.testing import oracles
 from polysilicon.testing.attention import AttentionBench, AttentionCase, Context, Extension
 from polysilicon.testing.batches import Chunk, make_batch
@@ -171,9 +179,10 @@ def test_copy_of_nothing(kit: Kit) -> None:
     assert np.array_equal(read(pool, [1]), data)
 
 
-def test_int8_blocks_carry_their_scales(kit: Kit) -> None:
+@pytest.mark.parametrize("kv_dtype", KV_LARGEST_CODE)
+def test_quantised_blocks_carry_their_scales(kit: Kit, kv_dtype: str) -> None:
     """Behind the values of each layer: in what a token takes, in a block, and in the header."""
-    plain, quantised = (spec_of(kit, page_size=16, kv_dtype=name) for name in ("f16", "int8"))
+    plain, quantised = (spec_of(kit, page_size=16, kv_dtype=name) for name in ("f16", kv_dtype))
     assert plain.token_bytes == 3 * 2 * (32 + 16) * 2
     assert quantised.token_bytes == 3 * 2 * (32 + 16 + 4 + 4)
     assert quantised.block_bytes == HEADER_BYTES + 16 * quantised.token_bytes
@@ -182,19 +191,21 @@ def test_int8_blocks_carry_their_scales(kit: Kit) -> None:
     assert names == [(0, "k"), (0, "v"), (0, "k_scale"), (0, "v_scale")]
 
 
-def test_int8_of_extreme_vectors(kit: Kit) -> None:
+@pytest.mark.parametrize("kv_dtype", KV_LARGEST_CODE)
+def test_quantised_extreme_vectors(kit: Kit, kv_dtype: str) -> None:
     """Zeros, values too small for a scale, and very large ones are stored as the contract says."""
-    if "int8" not in kit.capabilities.kv_dtypes:
-        pytest.skip("declares no int8 KV")
-    rows = np.concatenate([np.zeros((1, 32)), np.full((1, 32), 1e-37), kit.normal(6, 32)])
-    rows[2] *= 2.0**-100
-    rows[3] *= 2.0**100
-    rows[4, 1:] = 0
+    if kv_dtype not in kit.capabilities.kv_dtypes:
+        pytest.skip(f"declares no {kv_dtype} KV")
+    # Numbers that every dtype holds, times what the narrowest exponent allows.
+    power = 12 if kit.capabilities.compute == "f16" else 100
+    rows = np.concatenate([np.zeros((1, 32)), np.full((1, 32), 1e-37), kit.exact(6, 32)])
+    rows[2:4] *= [[2.0**-power], [2.0**power]]
+    rows[4] = [1.5, *[0] * 31]
     rows[6, 3], rows[7, 0] = np.inf, np.nan
     table, values = kit.dense(rows)
     spec = dataclasses.replace(
-        spec_of(kit, page_size=kit.capabilities.page_sizes[0], kv_dtype="int8"),
-        planes=kv_planes(heads=1, key_dim=32, value_dim=32, dtype="int8"),
+        spec_of(kit, page_size=kit.capabilities.page_sizes[0], kv_dtype=kv_dtype),
+        planes=kv_planes(heads=1, key_dim=32, value_dim=32, dtype=kv_dtype),
     )
     pool = kit.device.kv_pool(spec, 1 + -(-len(rows) // spec.page_size))
 
@@ -209,15 +220,25 @@ def test_int8_of_extreme_vectors(kit: Kit) -> None:
     for block in read(pool, pages).reshape(-1, spec.block_bytes):
         for name, parts in found.items():
             parts.append(block_values(spec, block)[1, name][0])
-    keys, others, scales = (np.concatenate(parts)[: len(rows)] for parts in found.values())
+    keys, others, scales = (
+        np.concatenate(parts)[: len(rows)].astype(np.float64) for parts in found.values()
+    )
     assert np.array_equal(keys, others)
     assert not scales[:2].any()
     assert np.isnan(scales[6:]).all()
     assert not keys[[0, 1, 6, 7]].any()
-    turned = values[2:6] @ oracles.hadamard(32)
-    np.testing.assert_allclose(scales[2:6], np.abs(turned).max(axis=1, keepdims=True) / 127, 1e-5)
-    assert np.abs(keys[2:6] - turned / scales[2:6]).max() <= 0.5 + 1e-3
-    assert (np.abs(keys[2:6]).max(axis=1) == 127).all()
+    largest = KV_LARGEST_CODE[kv_dtype]
+    turned = values[2:6] @ oracles.hadamard(32) if kv_dtype == "int8" else values[2:6]
+    np.testing.assert_allclose(
+        scales[2:6], np.abs(turned).max(axis=1, keepdims=True) / largest, 1e-5
+    )
+    quotients = turned / scales[2:6]
+    # Half the distance of codes: 1; or an eighth of the power of two below, 2^-9 at the least.
+    step = np.ones_like(quotients)
+    if kv_dtype == "fp8_e4m3":
+        step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(quotients), 2.0**-6))) - 3)
+    assert (np.abs(keys[2:6] - quotients) <= 0.501 * step).all()
+    assert (np.abs(keys[2:6]).max(axis=1) == largest).all()
 
 
 def test_attention_writes_the_canonical_layout(kit: Kit) -> None:
@@ -235,8 +256,10 @@ def test_attention_writes_the_canonical_layout(kit: Kit) -> None:
             for name, rows in stored.items():
                 arrays = block_values(bench.spec, block)
                 found = arrays[place, name].astype(np.float64)
+                if kv_dtype in KV_LARGEST_CODE:
+                    found = found * arrays[place, f"{name}_scale"]
                 if kv_dtype == "int8":
-                    found = found * arrays[place, f"{name}_scale"] @ oracles.hadamard(64)
+                    found = found @ oracles.hadamard(64)
                 rows.append(found.swapaxes(0, 1))
         for expected, name in ((keys, "k"), (values, "v")):
             actual = np.concatenate(stored[name])[:length]

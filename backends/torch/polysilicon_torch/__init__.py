@@ -1,0 +1,1 @@
+"""What the cuda and rocm backends share: a torch device and Triton kernels."""

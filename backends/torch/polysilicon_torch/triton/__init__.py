@@ -1,0 +1,1 @@
+"""Triton kernels, one family of operations a file, each with its launchers."""

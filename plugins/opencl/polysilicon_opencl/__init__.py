@@ -1,0 +1,1 @@
+"""polysilicon on OpenCL: a backend built only on the public contract."""

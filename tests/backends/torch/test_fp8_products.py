@@ -1,0 +1,102 @@
+"""Products of fp8 with fp8 in Triton's interpreter."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from polysilicon.testing import encoded
+from polysilicon_torch.packing import place_matrices
+from polysilicon_torch.target import INTERPRETER, TARGETS
+from polysilicon_torch.triton.fp8_products import fp8_product, takes_fp8_product
+from polysilicon_torch.tuning import Tuning
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng()
+
+
+def tuning_of(fp8):
+    target = dataclasses.replace(INTERPRETER, fp8=fp8)
+    choice = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32}
+    return Tuning.of(target).over("fp8_product", choice).over("fp8_quantize", {"BLOCK": 32})
+
+
+def rounded(x, fp8):
+    """What activations are after their rounding: e4m3 of a fraction of the row's largest."""
+    dtype, largest = (torch.float8_e4m3fnuz, 240) if fp8 == "fnuz" else (torch.float8_e4m3fn, 448)
+    scale = x.float().abs().amax(dim=1, keepdim=True).clamp(min=1e-30) / largest
+    codes = (x.float() / scale).clamp(-largest, largest).to(dtype)
+    return codes.double() * scale.double()
+
+
+@pytest.mark.parametrize("fp8", ["ocp", "fnuz"])
+@pytest.mark.parametrize("rows", [1, 3, 17])
+@pytest.mark.parametrize(
+    ("shape", "group", "block"),
+    [
+        ((21, 96), 96, None),
+        ((21, 100), 100, None),
+        ((37, 128), 32, None),
+        ((40, 192), 192, (16, 64)),
+        ((33, 100), 100, (32, 64)),
+        ((8, 64), 64, (5, 32)),
+    ],
+)
+def test_products(rng, shape, group, block, rows, fp8):
+    weight = encoded.group_float(rng, shape, "f8_e4m3", group, block=block)
+    [(matrix, _)] = place_matrices(
+        [weight.weight], None, dtype=torch.bfloat16, device=CPU, keep_codes=True
+    )
+    tuning = tuning_of(fp8)
+    assert takes_fp8_product(matrix, tuning.target)
+    x = torch.from_numpy(rng.standard_normal((rows, shape[1]), np.float32)).to(torch.bfloat16)
+    x[0] *= 1000
+    bias = torch.from_numpy(rng.standard_normal(shape[0], np.float32))
+    actual = fp8_product(x, matrix, bias=bias, out_dtype=torch.float32, tuning=tuning)
+    expected = rounded(x, fp8).numpy() @ weight.values.T + bias.double().numpy()
+    scale = np.abs(expected).max(axis=1, keepdims=True)
+    # A quotient that lies between two codes may round to either.
+    assert (np.abs(actual.numpy() - expected) <= 4e-3 * scale).all()
+
+
+def test_input_order_and_empty(rng):
+    weight = encoded.group_float(rng, (12, 64), "f8_e4m3", 32, "input_order")
+    [(matrix, _)] = place_matrices(
+        [weight.weight], None, dtype=torch.bfloat16, device=CPU, keep_codes=True
+    )
+    x = torch.from_numpy(rng.standard_normal((2, 64), np.float32))
+    actual = fp8_product(x, matrix, bias=None, out_dtype=torch.float32, tuning=tuning_of("ocp"))
+    expected = rounded(x, "ocp").numpy() @ weight.values.T
+    assert np.abs(actual.numpy() - expected).max() <= 4e-3 * np.abs(expected).max()
+    none = fp8_product(x[:0], matrix, bias=None, out_dtype=torch.float32, tuning=tuning_of("ocp"))
+    assert none.shape == (0, 12)
+
+
+def test_zero_rows_stay_zero(rng):
+    weight = encoded.group_float(rng, (12, 64), "f8_e4m3", 64)
+    [(matrix, _)] = place_matrices(
+        [weight.weight], None, dtype=torch.bfloat16, device=CPU, keep_codes=True
+    )
+    x = torch.zeros((2, 64), dtype=torch.bfloat16)
+    actual = fp8_product(x, matrix, bias=None, out_dtype=torch.float32, tuning=tuning_of("ocp"))
+    assert not actual.any()
+
+
+def test_what_it_takes(rng):
+    """e4m3 with one scale a run of at least 32 inputs, on targets that multiply fp8."""
+    kinds = {
+        "float:f8_e4m3/32": True, "float:f8_e4m3/16": False, "float:f8_e5m2/32": False,
+        "affine:8/32": False, "dense:f16": False,
+    }  # fmt: skip
+    for kind, taken in kinds.items():
+        weight = encoded.of_kind(kind)(rng, (8, 64)).weight
+        [(matrix, _)] = place_matrices(
+            [weight], None, dtype=torch.bfloat16, device=CPU, keep_codes=True
+        )
+        assert takes_fp8_product(matrix, TARGETS["sm_90"]) == taken
+        assert not takes_fp8_product(matrix, TARGETS["sm_80"])
