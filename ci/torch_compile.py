@@ -301,9 +301,10 @@ def compile_one(job: Job) -> Result:
             else hip_resources(compiled.asm["amdgcn"])
         )
     except Exception as error:
-        while error.__cause__ is not None:
-            error = error.__cause__
-        text = " ".join(f"{type(error).__name__}: {error}".split())
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        text = " ".join(f"{type(cause).__name__}: {cause}".split())
         return Result(error=text[-600:], seconds=time.monotonic() - begin)
     return dataclasses.replace(
         resources,

@@ -455,7 +455,8 @@ class Device(ABC):
         """Measure what the device's kernels leave open, such as block sizes, and keep the best
         choices for this card, where a later `open` finds them. Needs the card for itself for some
         minutes, and nothing placed on the device. `report` takes a line on each choice. Returns
-        where they are kept; None, the default, where a device has nothing to tune."""
+        where they are kept; None, the default, where a device has nothing to tune. Raises
+        DeviceError."""
         return None
 
     @abstractmethod

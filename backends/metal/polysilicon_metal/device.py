@@ -177,6 +177,8 @@ class MetalDevice(Device):
             try:
                 yield
             except (MemoryError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and "alloc" not in str(error):
+                    raise
                 raise OutOfMemory(f"{what}: {error}") from error
 
 

@@ -25,8 +25,13 @@ class MetalBackend:
     def probe(self) -> Sequence[DeviceInfo] | Unavailable:
         if importlib.util.find_spec("mlx") is None:
             return Unavailable(reason="mlx is not installed: pip install 'polysilicon[metal]'")
-        from polysilicon_metal.hardware import describe
-
+        try:
+            from polysilicon_metal.hardware import describe
+        except ImportError as error:
+            # On Linux mlx's library is a package of its own, which plain `mlx` does not bring.
+            return Unavailable(
+                reason=f"mlx cannot be loaded ({error}): pip install 'polysilicon[metal]'"
+            )
         return describe()
 
     def open(self, index: int, options: Mapping[str, str]) -> Device:

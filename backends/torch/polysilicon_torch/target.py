@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 
-
 Float8 = Literal["ocp", "fnuz", "none"]
 
 

@@ -34,9 +34,9 @@ _ATTENTION_SPACE = {
     "waves_per_eu": (0, 1, 2, 3),
 }
 _PRODUCT_SPACE = {
-    "BLOCK_M": (16, 32, 64, 128),
+    "BLOCK_M": (8, 16, 32, 64, 128),
     "BLOCK_N": (16, 32, 64, 128),
-    "BLOCK_K": (32, 64, 128, 256, 512),
+    "BLOCK_K": (32, 64, 128, 256, 512, 1024),
     "num_warps": (2, 4, 8),
     "num_stages": (1, 2, 3, 4, 5),
     "waves_per_eu": (0, 1, 2, 3),
@@ -65,7 +65,7 @@ class Sizes:
 
     outputs: int = 8192
     inputs: int = 4096
-    rows: tuple[int, ...] = (1, 16, 64, 256)
+    rows: tuple[int, ...] = (1, 8, 16, 64, 256)
     sequences: int = 8
     context: int = 4096
     heads: int = 32
@@ -109,7 +109,8 @@ def _products(
         numbers = {"outputs": shape[0], "inputs": shape[1], "run": run, "bits": first.bits}
         when: dict[str, Bounds] = {"run": (run, run)}
         if not native:
-            when["bits"] = (first.bits, first.bits)
+            numbers["bytes"] = dtype.itemsize
+            when |= {"bits": (first.bits, first.bits), "bytes": (dtype.itemsize, dtype.itemsize)}
         low = 1
         for rows in sizes.rows:
             high = rows if rows != sizes.rows[-1] else float("inf")

@@ -12,7 +12,7 @@ import torch
 from polysilicon.backend import DeviceError
 from polysilicon_torch.runtime import Runtime
 from polysilicon_torch.trials import Trial
-from polysilicon_torch.tuning import Rule, Tuning, write_card
+from polysilicon_torch.tuning import Rule, Tuning, TuningError, card_path, write_card
 
 _LEAST_SECONDS = 0.02
 """How long a launch is repeated for one reading."""
@@ -33,10 +33,11 @@ def tune(
     trials: Iterable[Trial],
     report: Callable[[str], None],
 ) -> str:
-    """Search the space of each trial from the tables' own choice, keep what is faster for `card`,
+    """Search the space of each trial from the tables' own choice, keep what is fastest for `card`
     and return the file's path. What was kept for the card before is replaced. Raises DeviceError
-    where the tables' own choice cannot run."""
+    where the tables' own choice cannot run, or nothing can be kept."""
     rules: dict[str, list[Rule]] = {}
+    path = card_path(card, tuning.target)
     for trial in trials:
         start = tuning.pick(trial.kernel, **trial.shape)
         before, (best, after) = descend(
@@ -49,9 +50,12 @@ def tune(
             raise DeviceError(f"{name} does not run with {start}")
         changed = {key: value for key, value in best.items() if value != start[key]}
         report(f"{name}: {1e6 * before:.1f} us, {1e6 * after:.1f} us with {changed or 'the same'}")
-        if changed:
-            rules.setdefault(trial.kernel, []).append(Rule(when=trial.when, use=best))
-    return str(write_card(card, tuning.target, rules))
+        rules.setdefault(trial.kernel, []).append(Rule(when=trial.when, use=best))
+        try:  # after each trial, so that an interrupt loses none, and a folder's fault shows early
+            path = write_card(card, tuning.target, rules)
+        except TuningError as error:
+            raise DeviceError(str(error)) from None
+    return str(path)
 
 
 def descend(

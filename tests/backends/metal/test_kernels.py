@@ -12,7 +12,7 @@ mx = pytest.importorskip(
 from polysilicon.backend import Rope, pack_codes  # noqa: E402
 from polysilicon.testing.attention import AttentionBench, AttentionCase, Extension  # noqa: E402
 from polysilicon.testing.kit import Kit  # noqa: E402
-from polysilicon_metal import kernels  # noqa: E402
+from polysilicon_metal import kernels, plan  # noqa: E402
 from polysilicon_metal.plugin import MetalBackend  # noqa: E402
 
 
@@ -69,21 +69,22 @@ def test_all_at_once(make_bench):
     prefill_and_decode(make_bench(case), prompt=23)
 
 
-def test_blocks_of_queries(make_bench):
+def test_blocks_of_queries(make_bench, monkeypatch):
     """Chunks longer than a block beside decodes, and a sequence without tokens."""
-    bench = make_bench(AttentionCase(heads=2, key_heads=1, dim=32), pages=30)
-    contexts = [bench.context(110) for _ in range(4)]
-    for counts in ((70, 1, 2, 5), (1, 67, 0, 1), (3, 1, 1, 1)):
+    monkeypatch.setattr(plan, "MAX_QUERIES", 4)
+    bench = make_bench(AttentionCase(heads=2, key_heads=1, dim=32), pages=9)
+    contexts = [bench.context(20) for _ in range(4)]
+    for counts in ((9, 1, 2, 5), (1, 8, 0, 1), (3, 1, 1, 1)):
         bench.step([Extension(context=context, tokens=bench.random_tokens(count))
                     for context, count in zip(contexts, counts, strict=True)])  # fmt: skip
 
 
 def test_parts_of_a_long_context(make_bench, monkeypatch):
     """Those behind the window, and those past the shorter context, are empty."""
-    monkeypatch.setattr(kernels, "_PART", 16)
-    bench = make_bench(AttentionCase(heads=4, key_heads=2, dim=32, window=70, sinks=True), pages=13)
-    contexts = [bench.context(160), bench.context(20)]
-    for counts in ((90, 3), (1, 1), (1, 1)):
+    monkeypatch.setattr(kernels, "_PART", 4)
+    bench = make_bench(AttentionCase(heads=4, key_heads=2, dim=32, window=14, sinks=True))
+    contexts = [bench.context(40), bench.context(20)]
+    for counts in ((29, 3), (1, 1), (1, 1)):
         bench.step([Extension(context=context, tokens=bench.random_tokens(count))
                     for context, count in zip(contexts, counts, strict=True)])  # fmt: skip
 

@@ -290,8 +290,15 @@ def short_parts(monkeypatch):
     monkeypatch.setattr(attention_plan, "LEAST_PART", 16)
 
 
-@pytest.mark.parametrize("dtype", COMPUTE_BOUNDS, ids=str)
-@pytest.mark.parametrize("kv", TORCH_KV)
+@pytest.mark.parametrize(
+    ("kv", "dtype"),
+    [
+        *((kv, dtype) for kv in TORCH_KV for dtype in (torch.float32, torch.bfloat16)),
+        ("f16", torch.float16),
+        ("int8", torch.float16),
+    ],
+    ids=str,
+)
 def test_kv_dtypes(kv, dtype):
     grow(Case(kv=kv, dtype=dtype, rope=rope_of(32)), first=19)
 
@@ -300,7 +307,7 @@ def test_kv_dtypes(kv, dtype):
 @pytest.mark.parametrize("kv", TORCH_KV)
 def test_contexts_in_parts(kv):
     """Part borders within and between pages, and more parts than the short context has tiles."""
-    bench = grow(Case(kv=kv, units=16, page_size=8, sinks=True), first=50, second=21)
+    bench = grow(Case(kv=kv, units=12, page_size=8, sinks=True), first=35, second=18)
     bench.step([(bench.sequence(3), 2)])
 
 
@@ -313,7 +320,7 @@ def test_many_short_sequences_beside_a_prefill():
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 16, 32])
-@pytest.mark.parametrize("first", [1, 16, 32, 33])
+@pytest.mark.parametrize("first", [1, 16, 33])
 def test_page_boundaries(page_size, first):
     bench = Bench(Case(page_size=page_size), pages=50)
     a = bench.sequence(first + 4)
@@ -481,8 +488,8 @@ def test_what_is_stored_is_what_the_reference_stores(kv):
             assert np.array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random(seed, monkeypatch):
+@pytest.mark.parametrize("attempt", range(4))
+def test_random(attempt, monkeypatch):
     """Everything at random, in steps of whatever mix."""
     monkeypatch.setattr(attention_plan, "LEAST_PART", 16)
     rng = np.random.default_rng()
@@ -503,7 +510,7 @@ def test_random(seed, monkeypatch):
         norms=rng.random() < 0.3,
         rope=rope_of(dim // 4 * 2, interleaved=rng.random() < 0.5) if rng.random() < 0.6 else None,
         causal=rng.random() < 0.8,
-        units=int(rng.choice([1, 8, 40])),
+        units=int(rng.choice([1, 8, 16])),
     )
     print(case)
     bench = Bench(case, pages=300)

@@ -145,7 +145,7 @@ def turn_kernel(x, y, DIM: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(y + at, turned, mask=mask)
 
 
-@pytest.mark.parametrize("dim", [8, 16, 24, 96, 128, 256])
+@pytest.mark.parametrize("dim", [8, 16, 24, 96, 128, 192, 256, 512])
 def test_turn(dim):
     x = torch.randn(16, dim)
     y = torch.empty_like(x)

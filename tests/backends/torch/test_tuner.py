@@ -86,7 +86,7 @@ def timed(monkeypatch, tmp_path):
     )
 
 
-def test_what_is_faster_is_kept_for_the_card(timed):
+def test_what_is_fastest_is_kept_for_the_card(timed):
     tuning = Tuning(TARGETS["sm_90"], (TABLE,))
     trial = Trial(
         kernel="k", shape={"rows": 4}, when={"rows": (1, 8)}, space=SPACE, launches=[cost]
@@ -107,7 +107,11 @@ def test_what_is_faster_is_kept_for_the_card(timed):
                 {
                     "when": {"rows": [1, 8]},
                     "use": {"BLOCK": 16, "num_warps": 2, "num_stages": 2},
-                }
+                },
+                {
+                    "when": {"rows": [9, None]},
+                    "use": {"BLOCK": 64, "num_warps": 4, "num_stages": 2},
+                },
             ]
         }
     }
@@ -117,6 +121,14 @@ def test_what_is_faster_is_kept_for_the_card(timed):
     own = read_card("A card", tuning.target, [TABLE])
     assert Tuning(tuning.target, (TABLE, own)).pick("k", rows=8)["BLOCK"] == 16
     assert Tuning(tuning.target, (TABLE, own)).pick("k", rows=9)["BLOCK"] == 64
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(timed, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    trial = Trial(kernel="k", shape={}, when={}, space=SPACE, launches=[cost])
+    with pytest.raises(DeviceError, match="cannot be written"):
+        tune(HostRuntime(), Tuning(TARGETS["sm_90"], (TABLE,)), "card", [trial], lambda line: None)
 
 
 def test_a_table_that_does_not_run_is_an_error(timed):

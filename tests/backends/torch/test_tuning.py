@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from polysilicon_torch.specialisation import OPTIONS
 from polysilicon_torch.target import TARGETS
 from polysilicon_torch.tuning import (
     MAX_FILE_BYTES,
@@ -17,6 +18,7 @@ from polysilicon_torch.tuning import (
     read_card,
     read_table,
     read_tables,
+    shared_table,
     write_card,
 )
 
@@ -198,13 +200,17 @@ def test_a_folder_that_cannot_be_read_or_written(tmp_path, monkeypatch):
         write_card("card", HOPPER, {})
 
 
-def test_the_tables_of_this_distribution_are_well_formed():
-    for vendor in ("cuda", "rocm"):
-        tables = pytest.importorskip(f"polysilicon_{vendor}.tables")
-        kinds = {"cuda": "cuda", "rocm": "hip"}
-        for target in TARGETS.values():
-            if target.kind == kinds[vendor]:
-                assert Tuning.of(target, tables.table()).tables
-        names = {target.name for target in TARGETS.values() if target.kind == kinds[vendor]}
-        families = {target.family for target in TARGETS.values() if target.kind == kinds[vendor]}
-        assert tables.table().keys() <= names | families | {"any"}
+@pytest.mark.parametrize(("vendor", "kind"), [("cuda", "cuda"), ("rocm", "hip")])
+def test_the_tables_of_this_distribution(vendor, kind):
+    """A vendor's table has sections of its architectures, and changes what the shared one has."""
+    table = pytest.importorskip(f"polysilicon_{vendor}.tables").table()
+    targets = [target for target in TARGETS.values() if target.kind == kind]
+    sections = {name for target in targets for name in (target.name, target.family)}
+    assert table.keys() <= sections | {"any"}
+    known = {}
+    for kernel, rules in shared_table()["any"].items():
+        assert rules[-1].when == {}, f"{kernel} has no rule for what is left"
+        known[kernel] = set().union(*(rule.use for rule in rules))
+    for kernels in table.values():
+        for kernel, rules in kernels.items():
+            assert set().union(*(rule.use for rule in rules)) <= known[kernel] | OPTIONS

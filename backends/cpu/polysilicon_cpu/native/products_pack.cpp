@@ -11,9 +11,9 @@ namespace polysilicon {
 
 namespace {
 
-// Inputs of more than so many times the mean size of their row's get a high byte: it about halves
-// what rounding does to a model's log-probabilities.
-constexpr float kLarge = 6.0f;
+// Inputs of more than so many times the mean size of their row's get a high byte: with kAuto, which
+// is the more precise, and with kInt8.
+constexpr float kLargeAuto = 4.0f, kLargeInt8 = 8.0f;
 
 int divide_up(int a, int b) { return (a + b - 1) / b; }
 int align(int bytes, int border) { return divide_up(bytes, border) * border; }
@@ -275,8 +275,8 @@ int plan_record_part(const Weight& weight, Product product, int value_bytes,
   if (product == Product::kFloat32) return at;
   part.corrections = corrections.data();
   part.correction_count = static_cast<int>(corrections.size());
-  part.scale_at = at;
-  at += tiles * 4;
+  part.step_at = at;
+  at += 4;
   if (part.whole) {
     part.sum_at = at;
     part.correction_at = at + tiles * 4;
@@ -296,8 +296,8 @@ void plan_record(Weight& weight, Activations activations) {
   layout.tiles = divide_up(weight.inputs, kTile);
   int at = plan_record_part(weight, Product::kInt8, 1, weight.int8_corrections, 0, layout.int8);
   if (layout.int8.used) {
-    const bool exact = activations == Activations::kAuto;
-    at = plan_high_bytes(layout.tiles, exact ? kLarge : HUGE_VALF, at, layout.int8);
+    const float large = activations == Activations::kAuto ? kLargeAuto : kLargeInt8;
+    at = plan_high_bytes(layout.tiles, large, at, layout.int8);
   }
   at = plan_record_part(weight, Product::kBfloat16, 2, weight.bfloat16_corrections, at,
                         layout.bfloat16);

@@ -158,6 +158,7 @@ _MODELS = (
     _GEMMA3,
     dataclasses.replace(_GEMMA3, window=True),
     dataclasses.replace(_GEMMA3, window=True, kv="fp8_e4m3"),
+    dataclasses.replace(_GEMMA3, kv="int8"),
 )
 _MORE_MODELS = (
     _Compiled(model="Gemma-2-9B", heads=16, key_heads=8, dim=256, softcap=True, window=True),

@@ -10,22 +10,43 @@ import triton.language as tl
 def turn(x: tl.tensor, DIM: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
     """The Walsh-Hadamard transform of float32 `[rows, BLOCK]`, of which DIM columns count.
 
-    A product with a matrix of signs, which bf16 holds exactly; x is split in two of bf16, so that
-    what is lost stays below 2^-16 of the largest value. Rows are at least 16.
+    A product of up to 128 columns at a time with a matrix of signs, which bf16 holds exactly, then
+    sums and differences of what is farther apart. x is split in two of bf16, so that what is lost
+    stays below 2^-16 of the largest value. Rows are at least 16.
     """
+    ROWS: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = DIM & -DIM
-    element = tl.arange(0, BLOCK)
-    common = element[:, None] & element[None, :] & (SIZE - 1)
-    common ^= common >> 8
+    CHUNK: tl.constexpr = 128 if BLOCK > 128 else BLOCK
+    INNER: tl.constexpr = CHUNK if SIZE > CHUNK else SIZE
+    element = tl.arange(0, CHUNK)
+    common = element[:, None] & element[None, :] & (INNER - 1)
     common ^= common >> 4
     common ^= common >> 2
     common ^= common >> 1
-    same = (element // SIZE)[:, None] == (element // SIZE)[None, :]
+    same = (element // INNER)[:, None] == (element // INNER)[None, :]
     signs = tl.where(same, 1 - 2 * (common & 1), 0).to(tl.float32).to(tl.bfloat16)
+    x = tl.reshape(x, (ROWS * (BLOCK // CHUNK), CHUNK))
     high = x.to(tl.bfloat16)
     turned = tl.dot(high, signs)
     turned = tl.dot((x - high.to(tl.float32)).to(tl.bfloat16), signs, turned)
+    turned = tl.reshape(turned, (ROWS, BLOCK))
+    if SIZE > 128:
+        turned = _butterfly(turned, 128)
+    if SIZE > 256:
+        turned = _butterfly(turned, 256)
+    tl.static_assert(SIZE <= 512, "heads of more than 512 elements are not turned")
     return turned * (SIZE**-0.5)
+
+
+@triton.jit
+def _butterfly(x: tl.tensor, DISTANCE: tl.constexpr) -> tl.tensor:
+    """Sums and differences of `[rows, columns]` at a distance, in every block of twice that."""
+    ROWS: tl.constexpr = x.shape[0]
+    BLOCKS: tl.constexpr = x.shape[1] // (2 * DISTANCE)
+    pairs = tl.permute(tl.reshape(x, (ROWS, BLOCKS, 2, DISTANCE)), (0, 1, 3, 2))
+    first, second = tl.split(pairs)
+    pairs = tl.permute(tl.join(first + second, first - second), (0, 1, 3, 2))
+    return tl.reshape(pairs, (ROWS, BLOCKS * 2 * DISTANCE))
 
 
 @triton.jit

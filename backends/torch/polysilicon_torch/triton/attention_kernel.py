@@ -120,7 +120,8 @@ def attend_kernel(
         zeros = tl.zeros((BLOCK_M, BLOCK_V), output.dtype.element_ty)
         clear = real_head & (row < BLOCK_H)
         for token in range(tl.load(query_start + sequences) + block, tokens, tl.num_programs(0)):
-            pointers = output + (token * HEADS + head)[:, None] * VALUE_DIM + value_element[None, :]
+            at = token * HEADS + head.to(tl.int64)
+            pointers = output + at[:, None] * VALUE_DIM + value_element[None, :]
             tl.store(pointers, zeros, mask=clear[:, None] & (value_element < VALUE_DIM)[None, :])
 
     sequence, begin, count, first = find_block(
@@ -280,7 +281,7 @@ def merge_kernel(
     element = tl.arange(0, BLOCK_V)
     if ZERO_PADDING:
         for token in range(tl.load(query_start + sequences) + at, tokens, rows):
-            pointers = output + (token * HEADS + head) * VALUE_DIM + element
+            pointers = output + (token * HEADS + head.to(tl.int64)) * VALUE_DIM + element
             zeros = tl.zeros((BLOCK_V,), output.dtype.element_ty)
             tl.store(pointers, zeros, mask=element < VALUE_DIM)
     _, begin, count, first = find_block(

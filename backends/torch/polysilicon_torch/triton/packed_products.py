@@ -58,7 +58,7 @@ def _input_sums(
     ROWS: tl.constexpr,
     RUN: tl.constexpr,
 ) -> tl.tensor:
-    """`[RUNS, ROWS, BLOCK_M]`: equal rows of `factor` times the sums of x `[RUNS, RUN, BLOCK_M]`."""
+    """`[RUNS, ROWS, BLOCK_M]`: `factor` times the sums of x `[RUNS, RUN, BLOCK_M]`, row by row."""
     ones = tl.full((RUNS, ROWS if ROWS > 16 else 16, RUN), factor, x_tile.dtype)
     sums = tl.dot(ones, x_tile, input_precision="ieee")
     if ROWS == 1:
@@ -116,6 +116,10 @@ def packed_product_kernel(
     UNITS: tl.constexpr = BLOCK_K // UNIT
     RUN: tl.constexpr = run_of(GROUP, BLOCK_K)
     RUNS: tl.constexpr = BLOCK_K // RUN
+    # The runs of one unit stand far apart in the batch: warps share neighbours, and to give them
+    # different bits of the same words would move codes between them.
+    SPLITS: tl.constexpr = UNIT // RUN if RUN < UNIT else 1
+    STRIDE: tl.constexpr = RUNS // SPLITS
     BLOCKS: tl.constexpr = BLOCK_N // 8
     FACTOR: tl.constexpr = factor_of(FORMAT)
     EXCESS: tl.constexpr = excess_of(FORMAT, BITS, DTYPE) + OFFSET
@@ -153,7 +157,8 @@ def packed_product_kernel(
     part_unit = part % UNITS
     lane = tl.arange(0, BLOCK_N)
     scale_row = (tl.minimum(start // 8 + lane // 8, row_blocks - 1) * 8 + lane % 8)[None, :, None]
-    run_start = (tl.arange(0, RUNS) * RUN)[:, None, None]
+    run = tl.arange(0, RUNS)
+    run_start = ((run % STRIDE * SPLITS + run // STRIDE) * RUN)[:, None, None]
     run_input = run_start + tl.arange(0, RUN)[None, :, None]
     if not WHOLE_ROW:
         group = tl.minimum(run_start // GROUP, groups - 1)
@@ -190,7 +195,8 @@ def packed_product_kernel(
                     SHIFT_OFFSET,
                 )  # fmt: skip
         codes = code_tile(low, middle, high, table, BLOCK_N, UNITS, FORMAT, BITS, DTYPE)
-        codes = tl.permute(tl.reshape(codes, (BLOCK_N, RUNS, RUN)), (1, 0, 2))
+        codes = tl.permute(tl.reshape(codes, (BLOCK_N, STRIDE, SPLITS, RUN)), (2, 1, 0, 3))
+        codes = tl.reshape(codes, (RUNS, BLOCK_N, RUN))
         partial = tl.zeros((RUNS, BLOCK_N, BLOCK_M), tl.float32)
         if shift is not None:
             run_sums = _input_sums(x_tile, 1.0, RUNS, SUM_ROWS, RUN)

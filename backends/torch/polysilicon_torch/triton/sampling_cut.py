@@ -66,13 +66,13 @@ def _last_kept(
     TYPICAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Key and id of the last of the shortest prefix that weighs at least `target`; the largest of
-    both where all together do not.
+    """Key and id of the last of the shortest prefix that weighs at least `target`; a key that no
+    float has where all together do not.
 
     BY: `rank`, every id weighs 1, in order of d; `surprise`; or `d`. The key is the bits of that
     float, which no sign is set in: their order is its own. nearest: the d that weighs 1.
     """
-    key = tl.to_tensor(0)
+    key = tl.zeros([], tl.int32)
     below = tl.zeros([], tl.int64)
     digits = tl.arange(0, 8)
     # The largest key under which less than the target weighs, three bits after three.
@@ -91,7 +91,7 @@ def _last_kept(
         key |= highest << shift
         below = tl.sum(tl.where(digits == highest, before, 0), 0)
     # Among those of that very key the lower ids come first.
-    last = tl.to_tensor(-1)
+    last = tl.full([], -1, tl.int32)
     for start in range(0, count, BLOCK):
         token, distance, surprise, kept = _candidates(ids, d, start, count, cuts, TYPICAL, BLOCK)
         own, weight = _key_and_weight(distance, surprise, nearest, BY)
@@ -152,10 +152,12 @@ def cut_kernel(
     k = tl.load(top_k + row)
     by_typical = tl.load(typical_p + row) < 1.0
     # A key that no float has cuts nothing.
-    rank_key, rank_id = tl.to_tensor(0x7FFFFFFF), tl.to_tensor(0)
-    typical_key, typical_id = tl.to_tensor(0x7FFFFFFF), tl.to_tensor(0)
-    last_key, last_id = tl.to_tensor(0x7FFFFFFF), tl.to_tensor(0)
-    mean, nearest = tl.to_tensor(0.0), tl.to_tensor(0.0)
+    rank_key = tl.full([], 0x7FFFFFFF, tl.int32)
+    rank_id = tl.zeros([], tl.int32)
+    typical_key, typical_id = rank_key, rank_id
+    last_key, last_id = rank_key, rank_id
+    mean = tl.zeros([], tl.float32)
+    nearest = mean
     if by_rank(k, vocabulary):
         cuts = (rank_key, rank_id, typical_key, typical_id, mean)
         rank_key, rank_id = _last_kept(
@@ -198,8 +200,8 @@ def cut_kernel(
     row_seed = tl.load(seed + row)
     row_choice = tl.load(choice + row)
     row_position = tl.load(position + row)
-    highest = tl.to_tensor(-float("inf"))
-    winner = tl.to_tensor(0)
+    highest = tl.full([], -float("inf"), tl.float32)
+    winner = tl.zeros([], tl.int32)
     for start in range(0, count, BLOCK):
         token, distance, _, kept = _candidates(ids, d, start, count, cuts, TYPICAL, BLOCK)
         kept &= _precedes(distance.to(tl.int32, bitcast=True), token, last_key, last_id)

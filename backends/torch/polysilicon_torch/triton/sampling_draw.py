@@ -120,7 +120,7 @@ def weigh_kernel(
     weight = weight_of(d)
     slot = (row * chunks + tl.program_id(1)) * LEVELS
     for level in tl.static_range(LEVELS):
-        near = d < level_distance(tl.to_tensor(level))
+        near = d < level_distance(tl.full([], level, tl.int32))
         tl.store(level_count + slot + level, tl.sum(near.to(tl.int32), 0))
         tl.store(level_weight + slot + level, tl.sum(tl.where(near, weight, 0), 0))
 
@@ -189,7 +189,7 @@ def choose_kernel(
                 enough = levels == LEVELS - 1
             level = tl.min(tl.where(enough, levels, LEVELS - 1), 0)
             counts = tl.sum(tl.where(levels[None, :] == level, counts, 0), 1)
-            near = d < level_distance(tl.to_tensor(level))
+            near = d < level_distance(level)
             before = tl.sum(tl.where(every < chunk, counts, 0), 0)
             to = row * vocabulary + before + tl.cumsum(near.to(tl.int32), 0) - 1
             tl.store(candidate_id + to, ids, mask=near)

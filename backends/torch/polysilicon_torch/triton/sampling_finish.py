@@ -44,7 +44,7 @@ def finish_kernel(
     (`[L]`: what `logprob` needs): None where no log-probability is wanted.
     """
     row = tl.program_id(0).to(tl.int64)
-    token = tl.to_tensor(0)
+    token = tl.zeros([], tl.int32)
     if tl.load(draw + row) != 0:
         if largest_of(row, best, chunks, CHUNKS) == -float("inf"):
             if mask is not None:
@@ -106,7 +106,7 @@ def _winner(
 @triton.jit
 def _first_allowed(mask: tl.tensor, words: tl.tensor, vocabulary: tl.tensor) -> tl.tensor:
     """The lowest id whose bit of a row's mask is 1, or 0 where there is none."""
-    first = tl.to_tensor(0x7FFFFFFF)
+    first = tl.full([], 0x7FFFFFFF, tl.int32)
     for start in range(0, words, 1024):
         places = start + tl.arange(0, 1024)
         some = tl.load(mask + places, mask=places < words, other=0) != 0

@@ -152,6 +152,10 @@ void attention(global const float *restrict queries, global const int *restrict 
         }
     }
     SYNC();
+#if KV_KIND == KV_INT8
+    for (uint r = 0; r < ROWS; r++)
+        turn(mixed + r * VALUE_DIM, VALUE_DIM);
+#endif
     for (uint r = 0; r < ROWS; r++) {
         const uint token = r / HEADS, head = first_head + r % HEADS;
         if (token >= (uint)count || head >= group)
@@ -177,9 +181,6 @@ void attention(global const float *restrict queries, global const int *restrict 
             }
             factor = exp(largest[r] - most) / sum;
         }
-#if KV_KIND == KV_INT8
-        turn(mixed + r * VALUE_DIM, VALUE_DIM);
-#endif
         const ulong place = (ulong)(first_token + token) * heads + key_head * group + head;
         global float *target = out + place * VALUE_DIM;
         for (uint i = LANE; i < VALUE_DIM; i += LANES)
@@ -211,9 +212,6 @@ void merge_splits(global const float *partial, uint splits, uint heads, global c
         for (uint i = LANE; i < VALUE_DIM; i += LANES)
             row[i] += part[i] * factor;
     }
-#if KV_KIND == KV_INT8
-    turn(row, VALUE_DIM);
-#endif
     for (uint i = LANE; i < VALUE_DIM; i += LANES)
         out[i] = seen > -INFINITY ? row[i] / sum : 0.0f;
 }

@@ -56,12 +56,13 @@ struct Segment {
 // products, `corrections` are factors on the sums of the rounded inputs, by which their products
 // with codes begin: minus the offset of the codes.
 //
-// An input of an integer product is `scale * (value + 256 * high)`. A tile's scale follows its
-// largest input only up to `large` times the mean size of the row's inputs (`int8_large`); what is
-// larger has a high byte, so that it does not make the steps of the other inputs coarse. Bit r of
-// a tile's byte of `high_runs_at` says whether any of inputs 4 r .. 4 r + 3 has one.
+// An input of an integer product is `step * (value + 256 * high)`, with one step a row. It follows
+// the row's largest input only up to `large` times their mean size (`int8_step`); what is larger
+// has a high byte, so that it does not make the step of the other inputs coarse. Bit r of a tile's
+// byte of `high_runs_at` says whether any of inputs 4 r .. 4 r + 3 has one. Sums are those of the
+// whole numbers.
 struct RecordPart {
-  int values_at = 0, scale_at = 0;
+  int values_at = 0, step_at = 0;
   int sum_at = 0, half_sum_at = 0;                // float, by tile and by half
   int correction_at = 0, half_correction_at = 0;  // int32 or float, by correction and tile or half
   float large = 0;

@@ -26,7 +26,7 @@ constexpr int kPanelStep = 6;
 template <class Product>
 struct Rows {
   const std::uint8_t* values;
-  const std::uint8_t* scales;
+  const std::uint8_t* steps;
   const std::uint8_t* sums;
   const std::uint8_t* corrections;
   const std::uint8_t* high;
@@ -37,7 +37,7 @@ struct Rows {
     const RecordPart& part = Product::part(layout);
     const int units = segment.halves ? 2 * layout.tiles : layout.tiles;
     values = records + part.values_at;
-    scales = records + part.scale_at;
+    steps = records + part.step_at;
     sums = records + (segment.halves ? part.half_sum_at : part.sum_at);
     corrections = records + (segment.halves ? part.half_correction_at : part.correction_at) +
                   segment.correction * units * 4;
@@ -73,13 +73,11 @@ class HighRuns {
   std::uint64_t bits_ = 0;
 };
 
-template <class Product, int rows, bool halves>
-PS_INLINE void add_scaled(const Rows<Product>& at, const typename Product::Sum* sums, int tile,
-                          int unit, __m512 scale, const float* bias, __m512* totals) {
+template <class Product, int rows>
+PS_INLINE void add_scaled(const Rows<Product>& at, const typename Product::Sum* sums, int unit,
+                          __m512 scale, const float* bias, __m512* totals) {
   unroll<rows>([&](auto m) PS_LAMBDA {
-    const std::ptrdiff_t row = m * at.stride;
-    const __m512 value = Product::value(sums[m], at.corrections + row + unit * 4,
-                                        at.scales + row + tile * 4);
+    const __m512 value = Product::value(sums[m], at.corrections + m * at.stride + unit * 4);
     totals[m] = _mm512_fmadd_ps(value, scale, totals[m]);
   });
   if (bias == nullptr) return;
@@ -135,10 +133,12 @@ void direct(const std::uint8_t* codes, const Scales& scales, const Rows<Product>
         });
       });
       const __m512 scale = _mm512_loadu_ps(scales.scale + unit * kLanes);
-      add_scaled<Product, rows, halves>(at, sums, tile, unit, scale, scales.bias, totals);
+      add_scaled<Product, rows>(at, sums, unit, scale, scales.bias, totals);
     });
   }
-  unroll<rows>([&](auto m) PS_LAMBDA { out[m] = totals[m]; });
+  unroll<rows>([&](auto m) PS_LAMBDA {
+    out[m] = Product::finish(totals[m], at.steps + m * at.stride);
+  });
 }
 
 // Memory to ask for while something else is multiplied: `lines` cache lines a tile.
@@ -199,13 +199,13 @@ void panel_product(const __m512i* panel, const Scales* scales, const Rows<Produc
       });
       unroll<blocks>([&](auto b) PS_LAMBDA {
         const __m512 scale = _mm512_loadu_ps(scales[b].scale + unit * kLanes);
-        add_scaled<Product, rows, halves>(at, sums[b], tile, unit, scale, scales[b].bias,
-                                          totals[b]);
+        add_scaled<Product, rows>(at, sums[b], unit, scale, scales[b].bias, totals[b]);
       });
     });
   }
   unroll<blocks * rows>([&](auto i) PS_LAMBDA {
-    out[i % rows][i / rows] = totals[i / rows][i % rows];
+    constexpr int b = i / rows, m = i % rows;
+    out[m][b] = Product::finish(totals[b][m], at.steps + m * at.stride);
   });
 }
 

@@ -120,10 +120,11 @@ struct Int8Product {
   static PS_INLINE Sum step(Sum sum, __m512i codes, const std::uint8_t* values) {
     return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(load_int(values)));
   }
-  static PS_INLINE __m512 value(Sum sum, const std::uint8_t* correction,
-                                const std::uint8_t* scale) {
-    sum = _mm512_add_epi32(sum, _mm512_set1_epi32(load_int(correction)));
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(load_float(scale)));
+  static PS_INLINE __m512 value(Sum sum, const std::uint8_t* correction) {
+    return _mm512_cvtepi32_ps(_mm512_add_epi32(sum, _mm512_set1_epi32(load_int(correction))));
+  }
+  static PS_INLINE __m512 finish(__m512 total, const std::uint8_t* step) {
+    return _mm512_mul_ps(total, _mm512_set1_ps(load_float(step)));
   }
 };
 
@@ -136,9 +137,10 @@ struct Bfloat16Product {
   static PS_INLINE Sum step(Sum sum, __m512i codes, const std::uint8_t* values) {
     return _mm512_dpbf16_ps(sum, (__m512bh)codes, (__m512bh)_mm512_set1_epi32(load_int(values)));
   }
-  static PS_INLINE __m512 value(Sum sum, const std::uint8_t* correction, const std::uint8_t*) {
+  static PS_INLINE __m512 value(Sum sum, const std::uint8_t* correction) {
     return _mm512_add_ps(sum, _mm512_set1_ps(load_float(correction)));
   }
+  static PS_INLINE __m512 finish(__m512 total, const std::uint8_t*) { return total; }
 };
 
 // The vectors of one half of a tile, in order, given to use(index, vector).

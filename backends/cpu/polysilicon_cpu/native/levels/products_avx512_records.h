@@ -43,14 +43,9 @@ struct ByteSums {
   PS_INLINE int operator[](int run) const { return lanes[run * 4]; }
 };
 
-// Inputs larger than `large` have a high byte.
 PS_INLINE void put_tile_int8(const RecordLayout& layout, int tile, const Inputs& inputs,
-                             float large, std::uint8_t* record) {
+                             __m512 inverse_step, std::uint8_t* record) {
   const RecordPart& part = layout.int8;
-  const float largest = _mm512_reduce_max_ps(
-      _mm512_max_ps(_mm512_abs_ps(inputs.low), _mm512_abs_ps(inputs.high)));
-  const float step = int8_step(largest, large);
-  const __m512 inverse = _mm512_set1_ps(step > 0.0f ? 1.0f / step : 0.0f);
   const auto bytes_of = [](__m512i low, __m512i high) PS_LAMBDA {
     return _mm256_set_m128i(_mm512_cvtsepi32_epi8(high), _mm512_cvtsepi32_epi8(low));
   };
@@ -60,8 +55,8 @@ PS_INLINE void put_tile_int8(const RecordLayout& layout, int tile, const Inputs&
   const auto low_of = [](__m512i whole, __m512i high) PS_LAMBDA {
     return _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
   };
-  const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(inputs.low, inverse));
-  const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(inputs.high, inverse));
+  const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(inputs.low, inverse_step));
+  const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(inputs.high, inverse_step));
   const __m512i first_high = high_of(first), second_high = high_of(second);
   const __m256i high = bytes_of(first_high, second_high);
   const __m256i values = bytes_of(low_of(first, first_high), low_of(second, second_high));
@@ -72,10 +67,9 @@ PS_INLINE void put_tile_int8(const RecordLayout& layout, int tile, const Inputs&
   put(part.high_at, high);
   record[part.high_runs_at + tile] = _mm256_test_epi32_mask(high, high);
   const ByteSums sums(_mm512_inserti64x4(_mm512_castsi256_si512(values), high, 1));
-  put_float(record + part.scale_at + tile * 4, step);
   const auto put_sum = [&](int sum_at, int correction_at, int units, int unit,
                            int sum) PS_LAMBDA {
-    put_float(record + sum_at + unit * 4, step * static_cast<float>(sum));
+    put_float(record + sum_at + unit * 4, static_cast<float>(sum));
     for (int i = 0; i < part.correction_count; ++i) {
       const int factor = static_cast<int>(part.corrections[i]);
       put_int(record + correction_at + (i * units + unit) * 4, factor * sum);
@@ -116,26 +110,31 @@ PS_INLINE void put_tile_bfloat16(const RecordLayout& layout, int tile, const Inp
   }
 }
 
-// The mean size of a row's inputs, each counted up to `most`.
-float mean_size(const float* x, int count, float most) {
-  __m512 sizes = _mm512_setzero_ps();
+Sizes sizes_of(const float* x, int count, float most) {
+  __m512 sum = _mm512_setzero_ps(), largest = _mm512_setzero_ps();
   for (int k = 0; k < count; k += 16) {
     const int rest = count - k;
     const __mmask16 mask = static_cast<__mmask16>(rest < 16 ? (1u << rest) - 1 : 0xffff);
     const __m512 size = _mm512_abs_ps(_mm512_maskz_loadu_ps(mask, x + k));
-    sizes = _mm512_add_ps(sizes, _mm512_min_ps(_mm512_set1_ps(most), size));
+    largest = _mm512_max_ps(largest, size);
+    sum = _mm512_add_ps(sum, _mm512_min_ps(_mm512_set1_ps(most), size));
   }
-  return _mm512_reduce_add_ps(sizes) / static_cast<float>(count);
+  return {_mm512_reduce_add_ps(sum) / static_cast<float>(count), _mm512_reduce_max_ps(largest)};
 }
 
 void prepare(const RecordLayout& layout, const float* x, const std::int32_t* order,
              std::uint8_t* record) {
   const RecordPart& int8 = layout.int8;
   if (int8.used || layout.bfloat16.used) {
-    const float large = int8.used ? int8_large(x, layout.inputs, int8.large, mean_size) : 0;
+    __m512 inverse_step{};
+    if (int8.used) {
+      const float step = int8_step(x, layout.inputs, int8.large, sizes_of);
+      put_float(record + int8.step_at, step);
+      inverse_step = _mm512_set1_ps(step > 0.0f ? 1.0f / step : 0.0f);
+    }
     for (int tile = 0; tile < layout.tiles; ++tile) {
       const Inputs inputs = inputs_of(layout, x, order, tile);
-      if (int8.used) put_tile_int8(layout, tile, inputs, large, record);
+      if (int8.used) put_tile_int8(layout, tile, inputs, inverse_step, record);
       if (layout.bfloat16.used) put_tile_bfloat16(layout, tile, inputs, record);
     }
   }

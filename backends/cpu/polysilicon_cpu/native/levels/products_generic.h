@@ -40,20 +40,22 @@ std::size_t scratch_bytes(int tiles) {
   return static_cast<std::size_t>(tiles) * (4 * kScaleBytes + kPanelBytes);
 }
 
-// `factor` times the mean size of a row's inputs, in which those of more than 4 times the mean count
-// as that much, so that a few huge ones do not hide the others.
-// mean_size(x, count, most): the mean of sizes, each of them `most` at most.
-template <class MeanSize>
-PS_INLINE float int8_large(const float* x, int count, float factor, const MeanSize& mean_size) {
-  if (factor == HUGE_VALF) return factor;
-  return factor * mean_size(x, count, 4.0f * mean_size(x, count, HUGE_VALF));
-}
+struct Sizes {
+  float mean, largest;
+};
 
-// The step of a tile's integer inputs: by the largest, or by `large` where that is smaller, but such
-// that the largest fits into 16 bits. 0 where inputs are so small that its inverse overflows.
-[[maybe_unused]] PS_INLINE float int8_step(float largest, float large) {
-  if (largest <= 1e-30f) return 0.0f;
-  const float step = (largest < large ? largest : large) / 127.0f, least = largest / 32512.0f;
+// The step of a row's integer inputs: by the largest, or by `large` times their mean size where that
+// is smaller, but such that the largest fits into 16 bits. Inputs of more than 4 times the mean
+// count as that much in it, so that a few huge ones do not hide the others. 0 where inputs are so
+// small that its inverse overflows.
+// sizes_of(x, count, most): of a row's inputs, each counted up to `most` in the mean.
+template <class SizesOf>
+PS_INLINE float int8_step(const float* x, int count, float large, const SizesOf& sizes_of) {
+  const Sizes sizes = sizes_of(x, count, HUGE_VALF);
+  if (sizes.largest <= 1e-30f) return 0.0f;
+  const float limit = large * sizes_of(x, count, 4.0f * sizes.mean).mean;
+  const float step = (sizes.largest < limit ? sizes.largest : limit) / 127.0f;
+  const float least = sizes.largest / 32512.0f;
   return step < least ? least : step;
 }
 

@@ -49,45 +49,35 @@ PS_INLINE void inputs_of(const RecordLayout& layout, const float* x, const std::
 }
 
 PS_INLINE void put_sum(const RecordPart& part, int sum_at, int correction_at,
-                       int units, int unit, float step, int sum, std::uint8_t* record) {
-  write(record + sum_at + unit * 4, step * static_cast<float>(sum));
+                       int units, int unit, int sum, std::uint8_t* record) {
+  write(record + sum_at + unit * 4, static_cast<float>(sum));
   for (int i = 0; i < part.correction_count; ++i) {
     const auto factor = static_cast<std::int32_t>(part.corrections[i]);
     write(record + correction_at + (i * units + unit) * 4, factor * sum);
   }
 }
 
-// The mean size of a row's inputs, each counted up to `most`.
-float mean_size(const float* x, int count, float most) {
-  float sizes = 0.0f;
-#pragma omp simd reduction(+ : sizes)
+Sizes sizes_of(const float* x, int count, float most) {
+  float sum = 0.0f, largest = 0.0f;
+#pragma omp simd reduction(+ : sum) reduction(max : largest)
   for (int k = 0; k < count; ++k) {
     const float size = __builtin_fabsf(x[k]);
-    sizes += size > most ? most : size;
+    largest = size > largest ? size : largest;
+    sum += size > most ? most : size;
   }
-  return sizes / static_cast<float>(count);
+  return {sum / static_cast<float>(count), largest};
 }
 
 void prepare_int8(const RecordLayout& layout, const float* x, const std::int32_t* order,
                   std::uint8_t* record) {
   constexpr int kCount = kTile / kWidth;
   const RecordPart& part = layout.int8;
-  const float large = int8_large(x, layout.inputs, part.large, mean_size);
+  const float step = int8_step(x, layout.inputs, part.large, sizes_of);
+  write(record + part.step_at, step);
+  const Floats inverse = splat(step > 0.0f ? 1.0f / step : 0.0f);
   for (int tile = 0; tile < layout.tiles; ++tile) {
     float inputs[kTile];
     inputs_of(layout, x, order, tile, inputs);
-    // Sizes of floats compare as integers do, a NaN's the largest of all.
-    Ints largest{};
-PS_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      const Ints size = (Ints)load(inputs + i * kWidth) & splat(0x7fffffff);
-      largest = size > largest ? size : largest;
-    }
-    std::int32_t bits = 0;
-    for (int i = 0; i < kWidth; ++i) bits = largest[i] > bits ? largest[i] : bits;
-    const float most = __builtin_bit_cast(float, bits);
-    const float step = int8_step(most, large);
-    const Floats inverse = splat(step > 0.0f ? 1.0f / step : 0.0f);
     std::int32_t low[kTile], high[kTile];
     int sums[2] = {};
 PS_UNROLL
@@ -113,14 +103,13 @@ PS_UNROLL
     unsigned runs = 0;
     for (int k = 0; k < kTile; ++k) runs |= (high[k] != 0 ? 1u : 0u) << k / 4;
     record[part.high_runs_at + tile] = static_cast<std::uint8_t>(runs);
-    write(record + part.scale_at + tile * 4, step);
     if (part.whole) {
-      put_sum(part, part.sum_at, part.correction_at, layout.tiles, tile, step, sums[0] + sums[1],
+      put_sum(part, part.sum_at, part.correction_at, layout.tiles, tile, sums[0] + sums[1],
               record);
     }
     for (int half = 0; part.halves && half < 2; ++half) {
       put_sum(part, part.half_sum_at, part.half_correction_at, layout.tiles * 2, tile * 2 + half,
-              step, sums[half], record);
+              sums[half], record);
     }
   }
 }
@@ -160,7 +149,7 @@ PS_INLINE Bytes codes_of(const std::uint8_t* planes, int r) {
 // Where the rows' records hold what a product needs.
 struct Rows {
   const std::uint8_t* values;
-  const std::uint8_t* scales;
+  const std::uint8_t* steps;
   const std::uint8_t* sums;
   const std::uint8_t* corrections;
   const std::uint8_t* high;
@@ -171,7 +160,7 @@ struct Rows {
     const RecordPart& part = layout.int8;
     const int units = segment.halves ? 2 * layout.tiles : layout.tiles;
     values = records + part.values_at;
-    scales = records + part.scale_at;
+    steps = records + part.step_at;
     sums = records + (segment.halves ? part.half_sum_at : part.sum_at);
     corrections = records + (segment.halves ? part.half_correction_at : part.correction_at) +
                   segment.correction * units * 4;
@@ -240,12 +229,10 @@ PS_UNROLL
 PS_UNROLL
       for (int m = 0; m < rows; ++m) {
         const std::ptrdiff_t row = m * at.stride;
-        const Floats input_scale = splat(read<float>(at.scales + row + tile * 4));
         const Ints correction = splat(read<std::int32_t>(at.corrections + row + unit * 4));
 PS_UNROLL
         for (int v = 0; v < kVectors; ++v) {
-          const Ints sum = sums[m][v] + correction;
-          const Floats value = __builtin_convertvector(sum, Floats) * input_scale;
+          const Floats value = __builtin_convertvector(sums[m][v] + correction, Floats);
           totals[m][v] = fma(value, load(scales.scale + unit * kLanes + v * kWidth), totals[m][v]);
         }
         if (scales.bias == nullptr) continue;
@@ -260,8 +247,9 @@ PS_UNROLL
   }
 PS_UNROLL
   for (int m = 0; m < rows; ++m) {
+    const Floats step = splat(read<float>(at.steps + m * at.stride));
 PS_UNROLL
-    for (int v = 0; v < kVectors; ++v) store(lanes[m] + v * kWidth, totals[m][v]);
+    for (int v = 0; v < kVectors; ++v) store(lanes[m] + v * kWidth, totals[m][v] * step);
   }
 }
 
