@@ -7,6 +7,8 @@ import importlib.util
 import os
 from pathlib import Path
 
+import pytest
+
 NEEDED = ("torch", "triton")
 
 if all(map(importlib.util.find_spec, NEEDED)):
@@ -17,6 +19,13 @@ if all(map(importlib.util.find_spec, NEEDED)):
     interpreter = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(interpreter)
     interpreter.install()
-    collect_ignore_glob = []
 else:
-    collect_ignore_glob = ["test_*.py"]
+
+    class Skipped(pytest.Module):
+        """A module that is not imported."""
+
+        def collect(self):
+            pytest.skip("torch or triton is not installed", allow_module_level=True)
+
+    def pytest_pycollect_makemodule(module_path, parent):
+        return Skipped.from_parent(parent, path=module_path)

@@ -1,5 +1,5 @@
-"""A pytest plugin (`-p interpreted`, with this folder in PYTHONPATH): the conformance kit on Triton's
-interpreter as interpreter.py patches it. TRITON_INTERPRET=1 must stand in the environment."""
+"""A pytest plugin (`-p interpreted`, this folder in PYTHONPATH): what runs in Triton's interpreter
+does so as interpreter.py patches it. TRITON_INTERPRET=1 must stand in the environment."""
 
 import interpreter
 

@@ -152,6 +152,48 @@ static inline float above(const Row *row, float least, bool weighed, local float
     return lanes_sum(sum16(sum), scratch);
 }
 
+/* Raises the row's floor so that the `amount` largest scores stay, or (weighed) the fewest that
+ * weigh that share of all that are left. tie_end: of the ids at the floor, the first that is left
+ * out. */
+static inline void narrow(Row *row, uint *tie_end, bool weighed, float amount,
+                          local float *scratch)
+{
+    /* Weight of ids at the floor that are left out already. */
+    float surplus = 0;
+    for (uint i = *tie_end + LANE; i < row->vocabulary; i += LANES)
+        surplus += score(row, i) == row->floor;
+    surplus = lanes_sum(surplus, scratch) * (weighed ? exp(row->floor) : 1.0f);
+    float wanted = amount;
+    if (weighed)
+        wanted *= above(row, row->floor, true, scratch) - surplus;
+    /* The largest edge such that the scores from there on come to what is wanted. */
+    uint low = ordered(-FLT_MAX), high = ordered(0.0f);
+    while (low < high) {
+        const uint middle = low + (high - low + 1) / 2;
+        const float edge = unordered(middle);
+        const float sum = above(row, edge, weighed, scratch) - (edge <= row->floor ? surplus : 0);
+        if (sum >= wanted)
+            low = middle;
+        else
+            high = middle - 1;
+    }
+    const float edge = unordered(low), next = unordered(low + 1);
+    float missing = wanted - above(row, next, weighed, scratch);
+    if (weighed)
+        missing /= exp(edge);
+    missing = fmax(ceil(missing), 1.0f);
+    const float equal = above(row, edge, false, scratch) - above(row, next, false, scratch);
+    const uint limit = edge == row->floor ? *tie_end : row->vocabulary;
+    *tie_end = limit;
+    if (missing < equal) {
+        uint found = 0, id = 0;
+        for (; id < limit && found < missing; id++)
+            found += score(row, id) == edge;
+        *tie_end = id;
+    }
+    row->floor = edge;
+}
+
 /* Where the scores of a row end that are kept: the least of them, and among equals the first id
  * left out. First the top_k largest stay, then of these the fewest that weigh top_p of them all. */
 kernel __attribute__((reqd_work_group_size(LANES, 1, 1)))
@@ -167,48 +209,10 @@ void cut(global const float *logits, uint vocabulary, global const float *larges
                as_float(settings[TEMPERATURE]), -INFINITY};
     const bool drawn = settings[DRAW] && row.temperature > 0 && row.largest > -INFINITY;
     uint tie_end = vocabulary;
-    for (uint stage = 0; stage < 2 && drawn; stage++) {
-        const bool weighed = stage == 1;
-        if (weighed ? top_p >= 1 : top_k == 0 || top_k >= vocabulary)
-            continue;
-        /* Weight of ids at the floor that are left out already. */
-        float surplus = 0;
-        if (weighed && tie_end < vocabulary) {
-            for (uint i = tie_end + LANE; i < vocabulary; i += LANES)
-                surplus += score(&row, i) == row.floor;
-            surplus = lanes_sum(surplus, scratch) * exp(row.floor);
-        }
-        const float wanted =
-            weighed ? top_p * (above(&row, row.floor, true, scratch) - surplus) : top_k;
-        /* The largest edge such that the scores from there on come to what is wanted. */
-        uint low = ordered(-FLT_MAX), high = ordered(0.0f);
-        while (low < high) {
-            const uint middle = low + (high - low + 1) / 2;
-            const float edge = unordered(middle);
-            float sum = above(&row, edge, weighed, scratch);
-            if (edge <= row.floor)
-                sum -= surplus;
-            if (sum >= wanted)
-                low = middle;
-            else
-                high = middle - 1;
-        }
-        const float edge = unordered(low), next = unordered(low + 1);
-        float missing = wanted - above(&row, next, weighed, scratch);
-        if (weighed)
-            missing /= exp(edge);
-        const float equal = above(&row, edge, false, scratch) - above(&row, next, false, scratch);
-        const uint limit = edge == row.floor ? tie_end : vocabulary;
-        tie_end = limit;
-        missing = fmax(ceil(missing), 1.0f);
-        if (missing < equal) {
-            uint found = 0, id = 0;
-            for (; id < limit && found < missing; id++)
-                found += score(&row, id) == edge;
-            tie_end = id;
-        }
-        row.floor = edge;
-    }
+    if (drawn && top_k > 0 && top_k < vocabulary)
+        narrow(&row, &tie_end, false, top_k, scratch);
+    if (drawn && top_p < 1)
+        narrow(&row, &tie_end, true, top_p, scratch);
     if (LANE == 0) {
         settings[LEAST] = as_uint(row.floor);
         settings[TIE_END] = tie_end;
