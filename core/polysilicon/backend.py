@@ -146,7 +146,7 @@ class DeviceLost(DeviceError):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceInfo:
     """One device a probe found. memory: bytes in total; details: what `backends` prints beside.
-    stand_in: it computes on something else than the hardware that the backend is for, to be tested:
+    stand_in: it computes on the host's processor in place of the hardware that the backend is for:
     `--backend auto` passes it over."""
 
     name: str

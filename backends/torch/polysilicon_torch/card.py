@@ -33,7 +33,6 @@ def open_card(
         runtime = CardRuntime(int(card.details["index"]))
         target = detect(runtime.device)
         own = read_card(card.name, target, (shared_table(), vendor_table))
-        kernels = TritonKernels(
-            options.activations, runtime.device, Tuning.of(target, vendor_table, own)
-        )
+        tuning = Tuning.of(target, vendor_table, own)
+        kernels = TritonKernels(options.activations, runtime.device, tuning, fp8=options.fp8)
         return TorchDevice(runtime, kernels, options)

@@ -47,7 +47,8 @@ class TorchDevice(Device):
         compute = _NAMES[kernels.dtype]
         stored = dict.fromkeys((compute, "bf16", "f16", "f32", *STORAGES))
         self.capabilities = Capabilities(
-            compute=compute,
+            # As coarse as int8 for the kit's bounds: e4m3 has three bits of mantissa.
+            compute="int8" if options.fp8 else compute,
             kv_dtypes=tuple(name for name in stored if name in KV_DTYPES),
             page_sizes=(16, 32, 64, 128),
             encodings=("*",),

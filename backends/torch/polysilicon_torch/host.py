@@ -64,6 +64,8 @@ class HostBackend:
         parsed = Options.parse(self.name, given)
         runtime = HostRuntime()
         if kernels == "torch":
+            if parsed.fp8:
+                raise ValueError("activations=fp8 needs the Triton kernels: kernels=triton")
             from polysilicon_torch.torch_kernels import TorchKernels
 
             return TorchDevice(runtime, TorchKernels(parsed.activations), parsed)
@@ -79,7 +81,7 @@ class HostBackend:
         table = importlib.import_module(f"{self._package}.tables").table()
         card = dataclasses.replace(named(target), compute_units=_UNITS)
         tuning = Tuning.of(card, table)
-        triton = TritonKernels(parsed.activations, runtime.device, tuning)
+        triton = TritonKernels(parsed.activations, runtime.device, tuning, fp8=parsed.fp8)
         return TorchDevice(runtime, triton, parsed)
 
 

@@ -13,10 +13,12 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
     """activations: what inputs of products are rounded to, and dense weights with them; `auto` is
-    bf16. graphs: whether decode steps are captured. deterministic: no torch device is; only 0 is
+    bf16. fp8: inputs of products with e4m3 weights are rounded to e4m3, with a scale a row, where
+    the card multiplies those (`activations=fp8`; all else is bf16 then). graphs: whether decode steps are captured. deterministic: no torch device is; only 0 is
     taken."""
 
     activations: torch.dtype = torch.bfloat16
+    fp8: bool = False
     graphs: bool = True
 
     @classmethod
@@ -29,9 +31,9 @@ class Options:
                     f"unknown option {name!r}: the {backend} backend has {', '.join(known)}"
                 )
         activations = given.get("activations", "auto")
-        if activations != "auto" and activations not in DTYPES:
+        if activations not in ("auto", "fp8", *DTYPES):
             raise ValueError(
-                f"activations is one of auto, {', '.join(DTYPES)}, got {activations!r}"
+                f"activations is one of auto, {', '.join(DTYPES)}, fp8, got {activations!r}"
             )
         if given.get("graphs", "1") not in ("0", "1"):
             raise ValueError(f"graphs is 0 or 1, got {given['graphs']!r}")
@@ -42,5 +44,6 @@ class Options:
             )
         return cls(
             activations=DTYPES.get(activations, torch.bfloat16),
+            fp8=activations == "fp8",
             graphs=given.get("graphs", "1") == "1",
         )

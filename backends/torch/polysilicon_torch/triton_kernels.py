@@ -19,6 +19,7 @@ from polysilicon_torch.triton import (
     attention,
     dequantize,
     embed,
+    fp8_products,
     lora,
     moe,
     norms,
@@ -31,14 +32,18 @@ from polysilicon_torch.tuning import Tuning
 
 class TritonKernels:
     """See `polysilicon_torch.kernels.Kernels`. device: a card, or the host, where Triton was
-    imported as its interpreter."""
+    imported as its interpreter. fp8: products with e4m3 weights round their inputs to e4m3 where
+    the target multiplies those."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, tuning: Tuning) -> None:
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, tuning: Tuning, *, fp8: bool = False
+    ) -> None:
         self.dtype = dtype
         self.dense_dtype = dtype
         self.keeps_codes = True
         self.tuning = tuning
         self._wide_products = _has_wide_products(dtype, device)
+        self._fp8 = fp8
 
     def gather_tokens(
         self, tokens: torch.Tensor, source: torch.Tensor, previous: torch.Tensor
@@ -52,6 +57,10 @@ class TritonKernels:
         x = x.to(self.dtype)
         if isinstance(matrix, DenseMatrix):
             return self._dense(x, matrix.values, bias)
+        if self._fp8 and fp8_products.takes_fp8_product(matrix, self.tuning.target):
+            return fp8_products.fp8_product(
+                x, matrix, bias=bias, out_dtype=torch.float32, tuning=self.tuning
+            )
         if len(x) >= dequantize.MANY_ROWS:
             values = dequantize.dequantize(matrix, dtype=self.dtype, tuning=self.tuning)
             return self._dense(x, values, bias)

@@ -31,6 +31,7 @@ def probe() -> Sequence[DeviceInfo] | Unavailable:
         DeviceInfo(
             name=_text(device.name),
             memory=int(device.global_mem_size),
+            stand_in=bool(device.type & cl.device_type.CPU),
             details={
                 "kind": kind_of(device),
                 "platform": _text(device.platform.name),

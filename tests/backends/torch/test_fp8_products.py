@@ -10,6 +10,7 @@ from polysilicon.testing import encoded
 from polysilicon_torch.packing import place_matrices
 from polysilicon_torch.target import INTERPRETER, TARGETS
 from polysilicon_torch.triton.fp8_products import fp8_product, takes_fp8_product
+from polysilicon_torch.triton_kernels import TritonKernels
 from polysilicon_torch.tuning import Tuning
 
 CPU = torch.device("cpu")
@@ -100,3 +101,21 @@ def test_what_it_takes(rng):
         )
         assert takes_fp8_product(matrix, TARGETS["sm_90"]) == taken
         assert not takes_fp8_product(matrix, TARGETS["sm_80"])
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_kernels_take_it_only_when_asked(rng, rows):
+    """`activations=fp8` rounds the inputs of e4m3 weights, and of no others."""
+    tuning = tuning_of("ocp")
+    x = torch.from_numpy(rng.standard_normal((rows, 64), np.float32))
+    part = encoded.group_float(rng, (24, 64), "f8_e4m3", 64)
+    ((matrix, _),) = place_matrices(
+        [part.weight], None, dtype=torch.float32, device=CPU, keep_codes=True
+    )
+    exact = x.double() @ torch.from_numpy(part.values).T
+    coarse = rounded(x, "ocp") @ torch.from_numpy(part.values).T
+    for fp8, expected in ((False, exact), (True, coarse)):
+        kernels = TritonKernels(torch.float32, CPU, tuning, fp8=fp8)
+        actual = kernels.linear(x, matrix, None)
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-4)
+    assert (exact - coarse).abs().max() > 1e-3
