@@ -167,7 +167,8 @@ def _select_first(plugins: Plugins) -> Selection:
         report = _probe(plugins, backend)
         if report.status is BackendStatus.AVAILABLE:
             if all(info.stand_in for info in report.devices):
-                passed.append(f"{report.name}: {report.devices[0].name} computes on the processor, only by name")
+                name = report.devices[0].name
+                passed.append(f"{report.name}: {name} computes on the processor, only by name")
                 continue
             reason = "the first that can run" if passed else "the first in order"
             if passed:

@@ -153,7 +153,7 @@ def side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, st
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("first", "second"), itertools.permutations(NAMES, 2))
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(NAMES, 2)))
 def test_a_prompt_is_continued_on_another_backend(
     side: Callable[[str, str], Side], first: str, second: str, model: str
 ) -> None:

@@ -14,8 +14,8 @@ DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 class Options:
     """activations: what inputs of products are rounded to, and dense weights with them; `auto` is
     bf16. fp8: inputs of products with e4m3 weights are rounded to e4m3, with a scale a row, where
-    the card multiplies those (`activations=fp8`; all else is bf16 then). graphs: whether decode steps are captured. deterministic: no torch device is; only 0 is
-    taken."""
+    the card multiplies those (`activations=fp8`; all else is bf16 then). graphs: whether decode
+    steps are captured. deterministic: no torch device is; only 0 is taken."""
 
     activations: torch.dtype = torch.bfloat16
     fp8: bool = False

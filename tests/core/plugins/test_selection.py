@@ -63,7 +63,7 @@ def test_auto_passes_over_what_stands_in_for_hardware(install: Install) -> None:
     )
     selection = select_backend(load_plugins())
     assert selection.name == "cpu"
-    assert "metal: emulator is for tests, by name only" in selection.reason
+    assert "metal: emulator computes on the processor, only by name" in selection.reason
     assert select_backend(load_plugins(), "metal").name == "metal"
 
 
