@@ -94,10 +94,10 @@ class Config(BaseModel):
     block_plugins: tuple[str, ...] = Field(
         default=(), description="Plugin not to load; may be repeated."
     )
-    activations: Literal["auto", "int8", "bf16", "f32"] | None = Field(
+    activations: Literal["auto", "int8", "fp8", "bf16", "f16", "f32"] | None = Field(
         default=None,
-        description="What a product's inputs are rounded to, where the backend has a choice: "
-        "int8, bf16, f32, or auto, the fastest that keeps the outputs close.",
+        description="What a product's inputs are rounded to, of what the backend has: int8, fp8, "
+        "bf16, f16, f32, or auto, the fastest that keeps the outputs close.",
     )
     kv_dtype: str | None = Field(
         default=None, description="KV cache dtype: f32, f16, bf16, int8 or fp8_e4m3."

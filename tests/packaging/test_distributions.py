@@ -111,14 +111,20 @@ def test_the_entry_points(wheel: Path) -> None:
 
 def test_a_backend_has_one_name_everywhere() -> None:
     """Or an executor: entry point, extra, folder and lane; the reference needs no extra, and some
-    extras are of the core."""
+    extras are of the core. A lane with `install` is a third party's, which stands in `plugins`."""
     points = set(PROJECT["entry-points"]["polysilicon"])
     matrix = json.loads((ROOT / "ci/matrix.json").read_text())
-    lanes = {lane.get("backend") or lane["executor"] for lane in matrix["lanes"]}
+    installs = {
+        lane.get("backend") or lane["executor"]: lane.get("install") for lane in matrix["lanes"]
+    }
+    lanes = {name for name, install in installs.items() if install is None}
     folders = {path.name for path in (ROOT / "backends").glob("*") if path.name != "torch"}
     extras = set(PROJECT["optional-dependencies"]) - {"test", "bench", "otel"}
     assert points == lanes == folders | {"reference"}
     assert extras == folders
+    for name in set(installs) - lanes:
+        assert installs[name] == f"plugins/{name}"
+        assert (ROOT / "plugins" / name / "pyproject.toml").is_file()
 
 
 def test_the_sdist_builds_the_same_wheel(

@@ -10,9 +10,9 @@ ACTIVATIONS = ("auto", "f32", "f16", "bf16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """activations: what inputs, scales and results of products are rounded to: `f32`, `f16` or
-    `bf16`; or `auto`: nothing is rounded, but for products with dense 16-bit weights on a GPU,
-    whose inputs are rounded to the weights' own dtype.
+    """activations: what inputs and results of products, and dense weights, are rounded to: `f32`,
+    `f16` or `bf16`; or `auto`: nothing is rounded, but for products with dense 16-bit weights on a
+    GPU, whose inputs are rounded to the weights' own dtype.
     compile: whether forwards go through `mx.compile`, None for: on a GPU. On a CPU MLX calls the
     system's C++ compiler for every kernel that it fuses, which takes about a second each.
     """

@@ -25,9 +25,9 @@ read them twice."""
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Precision:
-    """What products are computed in. rounding: the dtype of inputs, scales and results, None where
-    they stay float32. Sums are float32 in any case; on a CPU, whose 16-bit products are slow, the
-    values are rounded and then multiplied as float32."""
+    """What products are computed in. rounding: the dtype of inputs and results, and of dense
+    weights, None where they stay float32. Sums are float32 in any case; on a CPU, whose 16-bit
+    products are slow, the values are rounded and then multiplied as float32."""
 
     rounding: mx.Dtype | None
     on_gpu: bool
@@ -165,9 +165,9 @@ class PackedSegment(Segment):
         return len(self._scales) == 2
 
     def _placed(self, values: Array) -> mx.array:
-        """Scales or biases, rounded as inputs are; codes of scales stay."""
-        array = to_device(np.ascontiguousarray(values))
-        return array if array.dtype == mx.uint8 else self._precision.rounded(array)
+        """Scales or biases in float32, whatever inputs are rounded to: bfloat16 would lose what
+        scales of float16 hold. Codes of scales are bytes."""
+        return to_device(np.ascontiguousarray(values))
 
     def _inputs(self, x: mx.array) -> mx.array:
         if self._order is not None:
@@ -175,7 +175,7 @@ class PackedSegment(Segment):
         padding = self._packed.width - self.inputs
         if padding:
             x = mx.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
-        return self._precision.rounded(x)
+        return self._precision.rounded(x).astype(mx.float32)
 
     def _sum_of_halves(
         self, x: mx.array, product: Callable[[mx.array, Parameters], mx.array]
