@@ -130,8 +130,8 @@ def fp8_product(
     out_dtype: torch.dtype,
     tuning: Tuning,
 ) -> torch.Tensor:
-    """As `products.product`, the activations rounded to e4m3 with one scale a row, for a matrix
-    that `takes_fp8_product` approves."""
+    """As `packed_products.packed_product`, the activations rounded to e4m3 with one scale a row,
+    for a matrix that `takes_fp8_product` approves."""
     if matrix.input_order is not None:
         x = x.index_select(1, matrix.input_order)
     fnuz = tuning.target.fp8 == "fnuz"
