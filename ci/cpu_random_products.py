@@ -92,9 +92,9 @@ def largest_error(
     """What rounding may add up to, for x `[rows, K]` and W `[N, K]`: `[rows, N]`.
 
     Inputs in bf16 are off by 2^-8 of themselves, as are weights that are not whole numbers of a
-    scale; in int8, by half of the row's step, whose 127th multiple is the largest input, or 4
-    (`auto`) or 8 times the row's mean size where that is less, as long as 16 bits hold the largest.
-    Sums are in float32.
+    scale; in int8, by half of the row's step, whose 127th multiple is the largest input, or 3.2
+    (`auto`) or 6.4 times the row's root mean square where that is less, as long as 16 bits hold the
+    largest. Sums are in float32.
     """
     sizes, weights = np.abs(x), np.abs(values)
     # Scale times code and bias may nearly cancel, in every element of a row that has few.
@@ -104,7 +104,7 @@ def largest_error(
     rounding = 2.0**-7 * 1.01 * (sizes @ weights.T)
     if activations in ("int8", "auto"):
         largest = sizes.max(axis=1)
-        limit = (4.01 if activations == "auto" else 8.01) * sizes.mean(axis=1)
+        limit = (3.21 if activations == "auto" else 6.41) * np.sqrt(np.mean(sizes**2, axis=1))
         largest = np.maximum(np.minimum(largest, limit), largest / 256)
         rounding += largest[:, None] / 254 * 1.02 * weights.sum(axis=1)
     return rounding + 1e-4 * sums

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from polysilicon.backend import (
     AdapterSpec,
@@ -22,7 +22,7 @@ from polysilicon.backend import (
 )
 from polysilicon.device_checks import check_adapter_spec, check_kv_spec
 from polysilicon.host_memory import check_fits, free_memory, total_memory
-from polysilicon_cpu import levels, library, placement
+from polysilicon_cpu import ceilings, levels, library, placement
 from polysilicon_cpu.calls import ArrayPool, InFlight
 from polysilicon_cpu.handles import MatrixHandle, VectorHandle, place, placed_bytes
 from polysilicon_cpu.options import Options
@@ -140,6 +140,10 @@ class CPUDevice(Device):
                 "workspace": workspace + sum(program.nbytes for program in self._programs),
             },
         )
+
+    def ceilings(self, nbytes: int) -> Mapping[str, float]:
+        check_fits("a working set to measure", nbytes)
+        return ceilings.ceilings(self.open_pointer(), nbytes)
 
     def finish(self) -> None:
         """Wait until everything submitted has ended."""

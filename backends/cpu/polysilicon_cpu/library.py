@@ -207,6 +207,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "ps_device_open": (c_void_p, (c_char_p, c_int, c_void_p, c_bool, _ERROR, c_uint64)),
     "ps_device_close": (None, (c_void_p,)),
     "ps_device_workspace": (c_size_t, (c_void_p,)),
+    "ps_ceiling": (c_double, (c_void_p, c_int, c_size_t, _ERROR)),
     "ps_done": (c_bool, (c_void_p, c_uint64)),
     "ps_wait": (c_bool, (c_void_p, c_uint64, _ERROR)),
     "ps_weight_create": (
@@ -259,6 +260,10 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "ps_tape_scale": (None, (c_void_p, Operand, c_float, Operand)),
     "ps_tape_softcap": (None, (c_void_p, Operand, c_float, Operand)),
     "ps_tape_rope": (None, (c_void_p, Operand, c_void_p, c_int, Operand)),
+    "ps_tape_gated_linear": (
+        None,
+        (c_void_p, Operand, Operand, c_int, c_void_p, c_void_p, Operand),
+    ),
     "ps_tape_gated_act": (None, (c_void_p, Operand, Operand, c_int, Operand)),
     "ps_tape_copy": (None, (c_void_p, Operand, Operand)),
     "ps_tape_select": (None, (c_void_p, Operand, Operand)),

@@ -19,6 +19,15 @@ Emit = Callable[[ctypes.CDLL, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Gated:
+    """gated_act(gate, up) as one of a forward's values. kind: its native number."""
+
+    gate: Value
+    up: Value
+    kind: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Output:
     """One array that a step gives back: rows of `width` floats."""
 
@@ -42,6 +51,9 @@ class Recording:
         self._emits: list[Emit] = []
         self._buffers: list[Buffer] = []
         self._ropes: dict[Rope, int] = {}
+        self._gated: dict[Buffer, Gated] = {}
+        self._products: list[tuple[int, Value]] = []
+        self._fused: dict[Buffer, Gated] = {}
 
     def trace(self, forward: Forward, ops: Ops, hidden: Sequence[int]) -> None:
         """Call a forward with ops that record here."""
@@ -50,6 +62,7 @@ class Recording:
         for value in (result.logits, *(result.hidden[layer] for layer in hidden)):
             self._add_output(self.own(value, "an output of the forward"))
         self._open = False
+        self._fuse()
 
     def own(self, value: Any, what: str) -> Value:
         """Refuse what is no value of this recording."""
@@ -80,7 +93,22 @@ class Recording:
         for value in values:
             if value is not None:
                 value.buffer.last_use = len(self._emits)
+                value.buffer.uses += 1
         self._emits.append(emit)
+
+    def add_gated(self, emit: Emit, gated: Gated, out: Value) -> None:
+        """Record a gated activation; `fused` says whether the product that reads it computes it."""
+        self._gated[out.buffer] = gated
+        self.add(emit, gated.gate, gated.up, out)
+
+    def add_product(self, emit: Emit, value: Value, out: Value) -> None:
+        """Record a product of all of a value's columns."""
+        self._products.append((len(self._emits), value))
+        self.add(emit, value, out)
+
+    def fused(self, value: Value) -> Gated | None:
+        """What a value is computed of by the only op that reads it, a product."""
+        return self._fused.get(value.buffer)
 
     def rope_table(self, rope: Rope) -> Callable[[ctypes.CDLL, int], int]:
         """Makes or finds the native table of a rope."""
@@ -100,6 +128,18 @@ class Recording:
         self._number_buffers(native, tape)
         for emit in self._emits:
             emit(native, tape)
+
+    def _fuse(self) -> None:
+        """Leave gated activations that one product alone reads to that product."""
+        for index, value in self._products:
+            buffer = value.buffer
+            gated = self._gated.get(buffer)
+            if gated is None or buffer.uses != 2 or buffer.output is not None:
+                continue
+            self._fused[buffer] = gated
+            self._buffers.remove(buffer)
+            for source in (gated.gate, gated.up):
+                source.buffer.last_use = max(source.buffer.last_use, index)
 
     def _number_buffers(self, native: ctypes.CDLL, tape: int) -> None:
         """Give buffers memory that others have done with: a linear scan over their lifetimes.

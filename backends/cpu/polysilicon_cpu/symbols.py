@@ -43,17 +43,20 @@ class Field(Symbol):
 class Buffer:
     """Where ops write: rows of `width` floats, one a token, or one a logit row.
 
-    born, last_use: indices of the first and last ops that touch it. output: which of the program's
-    outputs it is. over: one that the op which writes this may overwrite.
+    born, last_use: indices of the first and last ops that touch it. uses: how often ops do. output:
+    which of the program's outputs it is. over: one that the op which writes this may overwrite.
     """
 
-    __slots__ = ("born", "last_use", "memory", "number", "of_logits", "output", "over", "width")
+    __slots__ = (
+        "born", "last_use", "memory", "number", "of_logits", "output", "over", "uses", "width",
+    )  # fmt: skip
 
     def __init__(self, width: int, of_logits: bool, now: int) -> None:
         self.width = width
         self.of_logits = of_logits
         self.born = now
         self.last_use = now
+        self.uses = 0
         self.output: int | None = None
         self.over: Buffer | None = None
         self.memory = -1

@@ -19,7 +19,7 @@ from polysilicon_cpu import library
 from polysilicon_cpu.arrays import address
 from polysilicon_cpu.handles import MatrixHandle, matrix_of, vector_of
 from polysilicon_cpu.pools import CPUAdapterPool, CPUKVPool
-from polysilicon_cpu.recording import Recording, operand
+from polysilicon_cpu.recording import Gated, Recording, operand
 from polysilicon_cpu.symbols import Value
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swiglu_oai": 4}
@@ -59,13 +59,20 @@ class RecordingOps(Ops):
         bias_address = self._vector(bias, "linear's bias", outputs)
         out = self._new(outputs, value)
         self._keep(matrix)
-        self._tape.add(
-            lambda native, tape: native.ps_tape_linear(
-                tape, operand(value), matrix.pointer, bias_address, operand(out)
-            ),
-            value,
-            out,
-        )
+
+        def emit(native: ctypes.CDLL, tape: int) -> None:
+            gated = self._tape.fused(value)
+            if gated is None:
+                native.ps_tape_linear(
+                    tape, operand(value), matrix.pointer, bias_address, operand(out)
+                )
+            else:
+                native.ps_tape_gated_linear(
+                    tape, operand(gated.gate), operand(gated.up), gated.kind, matrix.pointer,
+                    bias_address, operand(out),
+                )  # fmt: skip
+
+        self._tape.add_product(emit, value, out)
         if adapters is not None:
             if batch is None:
                 raise ValueError("linear needs the batch to apply adapters")
@@ -148,16 +155,16 @@ class RecordingOps(Ops):
     def gated_act(self, gate: Any, up: Any, kind: str) -> Value:
         first, second = self._own(gate, "gated_act's gate"), self._own(up, "gated_act's up")
         self._same("gated_act", first, second)
-        activation = _number(_ACTIVATIONS, kind, "activation")
+        gated = Gated(gate=first, up=second, kind=_number(_ACTIVATIONS, kind, "activation"))
         out = self._new(first.width, first)
-        self._tape.add(
-            lambda native, tape: native.ps_tape_gated_act(
-                tape, operand(first), operand(second), activation, operand(out)
-            ),
-            first,
-            second,
-            out,
-        )
+
+        def emit(native: ctypes.CDLL, tape: int) -> None:
+            if self._tape.fused(out) is None:
+                native.ps_tape_gated_act(
+                    tape, operand(first), operand(second), gated.kind, operand(out)
+                )
+
+        self._tape.add_gated(emit, gated, out)
         return out
 
     def attention(

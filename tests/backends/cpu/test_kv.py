@@ -13,7 +13,7 @@ import pytest
 from polysilicon.backend import DeviceError, KVSpec, Plane, kv_planes
 from polysilicon.config import Config
 from polysilicon.engine.loading import load
-from polysilicon.engine.memory import plan_pages
+from polysilicon.plan.kv import plan_pages
 from polysilicon.reference.pools import ReferenceKVPool
 from polysilicon.request import Request, SamplingParams
 from polysilicon_cpu.device import CPUDevice

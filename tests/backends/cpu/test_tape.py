@@ -124,6 +124,45 @@ def test_values_that_are_read_late_are_kept(device, table):
     np.testing.assert_allclose(result, table[1][:5] * 129, rtol=1e-6)
 
 
+@pytest.mark.parametrize("count", [1, 4, 5, 40])
+@pytest.mark.parametrize("used", ["once", "by two products", "as an output", "twice in one op"])
+def test_a_gated_activation_and_the_products_that_read_it(capsys, rng, count, used):
+    """A product that alone reads a gated activation computes it: op and value are gone then."""
+    weights = [rng.standard_normal(shape).astype(np.float32) for shape in ((48, 24), (24, 24))]
+    values = rng.standard_normal((40, 24)).astype(np.float32)
+    device = CPUBackend().open(0, {"activations": "f32", "threads": "2", "profile": "1"})
+    table, both = put(device, values), device.put([Dense(array=w) for w in np.split(weights[0], 2)])
+    down = put(device, weights[1])
+
+    def forward(ops, batch):
+        x = ops.embed(table, batch.tokens)
+        gated = ops.gated_act(*ops.linear(x, both), "silu")
+        if used == "twice in one op":
+            gated = ops.gated_act(gated, gated, "relu")
+        (y,) = ops.linear(gated, down)
+        if used == "by two products":
+            y = ops.add(y, *ops.linear(gated, down))
+        hidden = [gated] if used == "as an output" else []
+        return ModelOutputs(logits=ops.select(ops.add(x, y), batch.logit_rows), hidden=hidden)
+
+    tokens = np.arange(count) % 40
+    hidden = (0,) if used == "as an output" else ()
+    outputs = device.compile(forward, hidden=hidden)(rows(tokens), None).result()
+    x = values[tokens].astype(np.float64)
+    gate, up = np.split(x @ weights[0].T, 2, axis=1)
+    gated = gate / (1 + np.exp(-gate)) * up
+    if hidden:
+        np.testing.assert_allclose(outputs.hidden[0], gated, rtol=1e-4, atol=1e-4)
+    if used == "twice in one op":
+        gated = np.maximum(gated, 0) * gated
+    expected = x + gated @ weights[1].T * (2 if used == "by two products" else 1)
+    np.testing.assert_allclose(
+        outputs.logits, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max()
+    )
+    device.close()
+    assert ("gated_linear" in capsys.readouterr().err) == (used in ("once", "twice in one op"))
+
+
 def test_one_value_as_several_outputs(device, table):
     def forward(ops, batch):
         x = ops.embed(table[0], batch.tokens)

@@ -86,6 +86,15 @@ PS_API void ps_tape_linear(Tape* tape, Operand x, const Weight* weight, const fl
   });
 }
 
+PS_API void ps_tape_gated_linear(Tape* tape, Operand gate, Operand up, int kind,
+                                 const Weight* weight, const float* bias, Operand out) {
+  record(tape, "gated_linear", [=](Context& context, const Step& step) {
+    const View output = step.view(out);
+    gated_linear(context, *weight, static_cast<Activation>(kind), step.view(gate), step.view(up),
+                 output.data, output.stride, bias);
+  });
+}
+
 PS_API void ps_tape_lora(Tape* tape, Operand x, const AdapterPool* pool, int target, Operand out) {
   record(tape, "lora", [=](Context& context, const Step& step) {
     const View input = step.view(x), output = step.view(out);

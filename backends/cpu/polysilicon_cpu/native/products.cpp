@@ -18,7 +18,7 @@ constexpr std::ptrdiff_t kRecordBytes = 192 << 10;
 // Rows that a kernel takes at once divide this.
 constexpr int kRowStep = 12;
 
-constexpr int kTasksPerThread = 4;
+constexpr int kTasksPerThread = 8;
 
 int divide_up(std::ptrdiff_t a, std::ptrdiff_t b) { return static_cast<int>((a + b - 1) / b); }
 
@@ -50,23 +50,33 @@ void multiply_blocks(const Kernels& kernels, const Weight& weight, int expert,
   }
 }
 
-void linear(Context& context, const Weight& weight, const float* x, std::ptrdiff_t x_stride,
-            int rows, float* out, std::ptrdiff_t out_stride, const float* bias) {
+namespace {
+
+// out[r] = W x[r] + bias for the rows that row_of(row, space) gives: it may compute them in
+// `space`, of as many floats.
+template <class RowOf>
+void multiply_rows(Context& context, const Weight& weight, int rows, const RowOf& row_of,
+                   float* out, std::ptrdiff_t out_stride, const float* bias) {
   if (rows <= 0) return;
   const Kernels& kernels = *context.kernels;
   const std::ptrdiff_t record = weight.layout.bytes;
   const int sets = static_cast<int>(weight.orders.size());
+  const std::ptrdiff_t set_bytes = rows * record;
   const std::size_t scratch = kernels.products->scratch_bytes(weight.layout.tiles);
+  const std::size_t space = static_cast<std::size_t>(weight.layout.tiles) * kTile * sizeof(float);
+  const auto prepare = [&](int begin, int end, std::uint8_t* records, std::uint8_t* own) {
+    for (int row = begin; row < end; ++row) {
+      const float* x = row_of(row, reinterpret_cast<float*>(own));
+      prepare_row(kernels, weight, x, records + row * record, set_bytes);
+    }
+  };
   if (rows <= kOwnRows) {
-    const std::ptrdiff_t set_bytes = rows * record;
-    context.reserve(scratch + static_cast<std::size_t>(sets * set_bytes));
+    context.reserve(scratch + space + static_cast<std::size_t>(sets * set_bytes));
     const int tasks = std::min(context.threads, weight.blocks);
     context.parallel(tasks, [&](int task, int thread) {
       std::uint8_t* own = context.scratch(thread);
-      std::uint8_t* records = own + scratch;
-      for (int row = 0; row < rows; ++row) {
-        prepare_row(kernels, weight, x + row * x_stride, records + row * record, set_bytes);
-      }
+      std::uint8_t* records = own + scratch + space;
+      prepare(0, rows, records, own + scratch);
       const auto border = [&](int index) {
         return static_cast<int>(static_cast<std::int64_t>(weight.blocks) * index / tasks);
       };
@@ -75,17 +85,15 @@ void linear(Context& context, const Weight& weight, const float* x, std::ptrdiff
     });
     return;
   }
-  const std::ptrdiff_t set_bytes = rows * record;
   auto* records = static_cast<std::uint8_t*>(
       context.workspace(Workspace::kProducts, static_cast<std::size_t>(sets * set_bytes)));
-  context.reserve(scratch);
+  context.reserve(std::max(scratch, space));
   const int prepare_tasks = std::min(context.threads, rows);
-  context.parallel(prepare_tasks, [&](int task, int) {
-    const int end = static_cast<int>(static_cast<std::int64_t>(rows) * (task + 1) / prepare_tasks);
-    int row = static_cast<int>(static_cast<std::int64_t>(rows) * task / prepare_tasks);
-    for (; row < end; ++row) {
-      prepare_row(kernels, weight, x + row * x_stride, records + row * record, set_bytes);
-    }
+  context.parallel(prepare_tasks, [&](int task, int thread) {
+    const auto border = [&](int index) {
+      return static_cast<int>(static_cast<std::int64_t>(rows) * index / prepare_tasks);
+    };
+    prepare(border(task), border(task + 1), records, context.scratch(thread));
   });
   const int most_rows =
       std::max(static_cast<int>(kRecordBytes / record) / kRowStep, 4) * kRowStep;
@@ -104,6 +112,24 @@ void linear(Context& context, const Weight& weight, const float* x, std::ptrdiff
     multiply_blocks(kernels, weight, 0, records + row * record, set_bytes, count, first, last,
                     out + row * out_stride, out_stride, bias, context.scratch(thread));
   });
+}
+
+}  // namespace
+
+void linear(Context& context, const Weight& weight, const float* x, std::ptrdiff_t x_stride,
+            int rows, float* out, std::ptrdiff_t out_stride, const float* bias) {
+  const auto row_of = [=](int row, float*) { return x + row * x_stride; };
+  multiply_rows(context, weight, rows, row_of, out, out_stride, bias);
+}
+
+void gated_linear(Context& context, const Weight& weight, Activation kind, const View& gate,
+                  const View& up, float* out, std::ptrdiff_t out_stride, const float* bias) {
+  const auto kernel = context.kernels->elementwise->gated_act;
+  const auto row_of = [&](int row, float* space) {
+    kernel(kind, gate.row(row), up.row(row), gate.width, space);
+    return space;
+  };
+  multiply_rows(context, weight, gate.rows, row_of, out, out_stride, bias);
 }
 
 }  // namespace polysilicon

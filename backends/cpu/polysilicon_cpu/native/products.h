@@ -6,6 +6,7 @@
 
 #include "context.h"
 #include "levels/elementwise.h"
+#include "view.h"
 
 namespace polysilicon {
 
@@ -68,6 +69,10 @@ int weight_experts(const Weight& weight);
 // The result of a row does not depend on the other rows, bitwise, whatever their number.
 void linear(Context& context, const Weight& weight, const float* x, std::ptrdiff_t x_stride,
             int rows, float* out, std::ptrdiff_t out_stride, const float* bias);
+
+// `linear` of gated_act(gate, up), rows of K floats.
+void gated_linear(Context& context, const Weight& weight, Activation kind, const View& gate,
+                  const View& up, float* out, std::ptrdiff_t out_stride, const float* bias);
 
 // Exact rows of the matrix by token: out [count, K]. Tokens must lie in [0, weight_outputs()).
 void embed(Context& context, const Weight& weight, const std::int32_t* tokens, int count,

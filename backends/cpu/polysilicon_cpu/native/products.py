@@ -1,11 +1,11 @@
-"""Single products and the machine's own rates, outside of any program: for tests and benchmarks."""
+"""Single products outside of any program: for tests and benchmarks."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 from collections.abc import Sequence
-from ctypes import POINTER, c_bool, c_double, c_int, c_size_t, c_void_p
+from ctypes import POINTER, c_bool, c_int, c_void_p
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,6 @@ from polysilicon_cpu import library
 from polysilicon_cpu.arrays import Float32, address
 from polysilicon_cpu.device import CPUDevice
 from polysilicon_cpu.handles import MatrixHandle
-
-CEILINGS = ("read", "copy", "f32", "bf16", "int8")
-"""Rates that `ceiling` measures."""
 
 _ERROR = POINTER(library.ErrorText)
 
@@ -32,8 +29,6 @@ def _native() -> ctypes.CDLL:
     native.ps_linear_chain.argtypes = (
         c_void_p, c_void_p, c_int, c_void_p, c_int, c_void_p, c_int, c_void_p, _ERROR,
     )  # fmt: skip
-    native.ps_ceiling.restype = c_double
-    native.ps_ceiling.argtypes = (c_void_p, c_int, c_size_t, _ERROR)
     return native
 
 
@@ -75,17 +70,3 @@ def chain_seconds(
     ):  # fmt: skip
         library.raise_error(error)
     return seconds
-
-
-def ceiling(device: CPUDevice, what: str, size: int = 0) -> float:
-    """Operations, or bytes, a second of all threads; 0 where the level has no such instruction.
-
-    what: of `CEILINGS`. size: bytes that are read or copied in all.
-    """
-    error = library.ErrorText()
-    rate: float = _native().ps_ceiling(
-        device.pointer, CEILINGS.index(what), size, ctypes.byref(error)
-    )
-    if error.status:
-        library.raise_error(error)
-    return rate

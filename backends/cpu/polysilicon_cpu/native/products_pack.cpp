@@ -11,9 +11,9 @@ namespace polysilicon {
 
 namespace {
 
-// Inputs of more than so many times the mean size of their row's get a high byte: with kAuto, which
-// is the more precise, and with kInt8.
-constexpr float kLargeAuto = 4.0f, kLargeInt8 = 8.0f;
+// Inputs of more than so many times the root mean square of their row get a high byte: with kAuto,
+// which is the more precise, and with kInt8.
+constexpr float kLargeAuto = 3.2f, kLargeInt8 = 6.4f;
 
 int divide_up(int a, int b) { return (a + b - 1) / b; }
 int align(int bytes, int border) { return divide_up(bytes, border) * border; }

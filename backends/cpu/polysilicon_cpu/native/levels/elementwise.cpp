@@ -90,8 +90,9 @@ PS_IVDEP
 PS_IVDEP
       for (int i = 0; i < count; ++i) {
         const float g = gate[i];
+        // (1 + tanh(u)) / 2 is the sigmoid of 2 u.
         const float inner = 0.79788456080286536f * (g + 0.044715f * g * g * g);
-        out[i] = 0.5f * g * (1.0f + tanh_of(inner)) * up[i];
+        out[i] = g * sigmoid_of(2.0f * inner) * up[i];
       }
       return;
     case Activation::kRelu:

@@ -57,10 +57,10 @@ struct Segment {
 // with codes begin: minus the offset of the codes.
 //
 // An input of an integer product is `step * (value + 256 * high)`, with one step a row. It follows
-// the row's largest input only up to `large` times their mean size (`int8_step`); what is larger
-// has a high byte, so that it does not make the step of the other inputs coarse. Bit r of a tile's
-// byte of `high_runs_at` says whether any of inputs 4 r .. 4 r + 3 has one. Sums are those of the
-// whole numbers.
+// the row's largest input only up to `large` times their root mean square (`int8_step`); what is
+// larger has a high byte, so that it does not make the step of the other inputs coarse. Bit r of a
+// tile's byte of `high_runs_at` says whether any of inputs 4 r .. 4 r + 3 has one. Sums are those of
+// the whole numbers.
 struct RecordPart {
   int values_at = 0, step_at = 0;
   int sum_at = 0, half_sum_at = 0;                // float, by tile and by half

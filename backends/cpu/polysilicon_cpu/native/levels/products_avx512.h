@@ -267,6 +267,11 @@ template <class Product, bool halves, int blocks, int rows>
 void panel_rows(const Work<Product>& work, const __m512i* panel, const Scales* scales, int block,
                 int row, Prefetch prefetch) {
   const Rows<Product> at(work.segment, work.layout, work.records + row * work.layout.bytes);
+  // Rows of outputs are far apart, often in one set of the caches: they are fetched meanwhile.
+  for (int m = 0; m < rows; ++m) {
+    const float* out = work.out + (row + m) * work.stride + block * kLanes;
+    for (int b = 0; b < blocks; ++b) __builtin_prefetch(out + b * kLanes, 1);
+  }
   __m512 lanes[rows][2];
   panel_product<Product, halves, blocks, rows>(panel, scales, at, work.segment.tiles, prefetch,
                                                lanes);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "levels/products_avx512_codes.h"
+#include "levels/products_int8_step.h"
 
 namespace polysilicon::PS_LEVEL {
 namespace {
@@ -30,58 +31,77 @@ PS_INLINE Inputs inputs_of(const RecordLayout& layout, const float* x, const std
           _mm512_mask_i32gather_ps(zero, high, second, x, 4)};
 }
 
-// Sums of each 16 of 64 signed bytes.
-struct ByteSums {
-  alignas(64) std::int32_t lanes[16];
-
-  explicit PS_INLINE ByteSums(__m512i bytes) {
-    __m512i sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), bytes);
-    sums = _mm512_add_epi32(sums, _mm512_shuffle_epi32(sums, _MM_PERM_BADC));
-    sums = _mm512_add_epi32(sums, _mm512_shuffle_epi32(sums, _MM_PERM_CDAB));
-    _mm512_store_si512(lanes, sums);
-  }
-  PS_INLINE int operator[](int run) const { return lanes[run * 4]; }
-};
-
 PS_INLINE void put_tile_int8(const RecordLayout& layout, int tile, const Inputs& inputs,
                              __m512 inverse_step, std::uint8_t* record) {
   const RecordPart& part = layout.int8;
-  const auto bytes_of = [](__m512i low, __m512i high) PS_LAMBDA {
-    return _mm256_set_m128i(_mm512_cvtsepi32_epi8(high), _mm512_cvtsepi32_epi8(low));
-  };
+  // The low byte is what is left of a whole number; with it, the high byte is the nearest.
   const auto high_of = [](__m512i whole) PS_LAMBDA {
-    return _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-  };
-  const auto low_of = [](__m512i whole, __m512i high) PS_LAMBDA {
-    return _mm512_sub_epi32(whole, _mm512_slli_epi32(high, 8));
+    return _mm512_cvtsepi32_epi8(
+        _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8));
   };
   const __m512i first = _mm512_cvtps_epi32(_mm512_mul_ps(inputs.low, inverse_step));
   const __m512i second = _mm512_cvtps_epi32(_mm512_mul_ps(inputs.high, inverse_step));
-  const __m512i first_high = high_of(first), second_high = high_of(second);
-  const __m256i high = bytes_of(first_high, second_high);
-  const __m256i values = bytes_of(low_of(first, first_high), low_of(second, second_high));
+  const __m256i high = _mm256_set_m128i(high_of(second), high_of(first));
+  const __m256i values =
+      _mm256_set_m128i(_mm512_cvtepi32_epi8(second), _mm512_cvtepi32_epi8(first));
   const auto put = [record, tile](int at, __m256i bytes) PS_LAMBDA {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(record + at + tile * kTile), bytes);
   };
   put(part.values_at, values);
   put(part.high_at, high);
   record[part.high_runs_at + tile] = _mm256_test_epi32_mask(high, high);
-  const ByteSums sums(_mm512_inserti64x4(_mm512_castsi256_si512(values), high, 1));
-  const auto put_sum = [&](int sum_at, int correction_at, int units, int unit,
-                           int sum) PS_LAMBDA {
-    put_float(record + sum_at + unit * 4, static_cast<float>(sum));
+}
+
+// Sums of the whole numbers of each half of up to 8 tiles: of half h of tile t in lane 2 t + h.
+PS_INLINE __m512i half_sums(const std::uint8_t* values, const std::uint8_t* high, int tiles) {
+  const __m512i ones = _mm512_set1_epi8(1), zero = _mm512_setzero_si512();
+  // Of each 4 inputs of two tiles.
+  const auto fours = [&](int pair) PS_LAMBDA {
+    const int bytes = (tiles - 2 * pair) * kTile;
+    const __mmask64 mask = bytes >= 64 ? ~__mmask64{0} : bytes > 0 ? 0xffffffff : 0;
+    const __m512i low = _mm512_maskz_loadu_epi8(mask, values + pair * 64);
+    const __m512i upper = _mm512_maskz_loadu_epi8(mask, high + pair * 64);
+    return _mm512_add_epi32(_mm512_dpbusd_epi32(zero, ones, low),
+                            _mm512_slli_epi32(_mm512_dpbusd_epi32(zero, ones, upper), 8));
+  };
+  const auto twos = [&](int pair) PS_LAMBDA {
+    const __m512i a = fours(pair), b = fours(pair + 1);
+    return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  };
+  const __m512i first = twos(0), second = twos(2);
+  // In 128 bits, one half of each of four tiles.
+  const __m512i sums = _mm512_add_epi32(_mm512_unpacklo_epi64(first, second),
+                                        _mm512_unpackhi_epi64(first, second));
+  alignas(64) static constexpr std::int32_t kOrder[16] = {0, 4, 8,  12, 1, 5, 9,  13,
+                                                          2, 6, 10, 14, 3, 7, 11, 15};
+  return _mm512_permutexvar_epi32(load(kOrder), sums);
+}
+
+// Sums of all tiles, and their products with the corrections, behind the values.
+PS_INLINE void put_sums_int8(const RecordLayout& layout, std::uint8_t* record) {
+  const RecordPart& part = layout.int8;
+  const auto put = [&](int sum_at, int correction_at, int units, int unit, int most,
+                       __m512i sums) PS_LAMBDA {
+    const int count = units - unit < most ? units - unit : most;
+    const __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
+    _mm512_mask_storeu_ps(record + sum_at + unit * 4, mask, _mm512_cvtepi32_ps(sums));
     for (int i = 0; i < part.correction_count; ++i) {
-      const int factor = static_cast<int>(part.corrections[i]);
-      put_int(record + correction_at + (i * units + unit) * 4, factor * sum);
+      const __m512i factor = _mm512_set1_epi32(static_cast<int>(part.corrections[i]));
+      _mm512_mask_storeu_epi32(record + correction_at + (i * units + unit) * 4, mask,
+                               _mm512_mullo_epi32(sums, factor));
     }
   };
-  if (part.whole) {
-    put_sum(part.sum_at, part.correction_at, layout.tiles, tile,
-            sums[0] + sums[1] + 256 * (sums[2] + sums[3]));
-  }
-  for (int half = 0; part.halves && half < 2; ++half) {
-    put_sum(part.half_sum_at, part.half_correction_at, layout.tiles * 2, tile * 2 + half,
-            sums[half] + 256 * sums[2 + half]);
+  for (int tile = 0; tile < layout.tiles; tile += 8) {
+    const __m512i halves = half_sums(record + part.values_at + tile * kTile,
+                                     record + part.high_at + tile * kTile, layout.tiles - tile);
+    if (part.halves) {
+      put(part.half_sum_at, part.half_correction_at, layout.tiles * 2, tile * 2, 16, halves);
+    }
+    if (part.whole) {
+      const __m512i both = _mm512_add_epi32(halves, _mm512_srli_epi64(halves, 32));
+      put(part.sum_at, part.correction_at, layout.tiles, tile, 8,
+          _mm512_castsi256_si512(_mm512_cvtepi64_epi32(both)));
+    }
   }
 }
 
@@ -110,25 +130,13 @@ PS_INLINE void put_tile_bfloat16(const RecordLayout& layout, int tile, const Inp
   }
 }
 
-Sizes sizes_of(const float* x, int count, float most) {
-  __m512 sum = _mm512_setzero_ps(), largest = _mm512_setzero_ps();
-  for (int k = 0; k < count; k += 16) {
-    const int rest = count - k;
-    const __mmask16 mask = static_cast<__mmask16>(rest < 16 ? (1u << rest) - 1 : 0xffff);
-    const __m512 size = _mm512_abs_ps(_mm512_maskz_loadu_ps(mask, x + k));
-    largest = _mm512_max_ps(largest, size);
-    sum = _mm512_add_ps(sum, _mm512_min_ps(_mm512_set1_ps(most), size));
-  }
-  return {_mm512_reduce_add_ps(sum) / static_cast<float>(count), _mm512_reduce_max_ps(largest)};
-}
-
 void prepare(const RecordLayout& layout, const float* x, const std::int32_t* order,
              std::uint8_t* record) {
   const RecordPart& int8 = layout.int8;
   if (int8.used || layout.bfloat16.used) {
     __m512 inverse_step{};
     if (int8.used) {
-      const float step = int8_step(x, layout.inputs, int8.large, sizes_of);
+      const float step = int8_step(x, layout.inputs, int8.large);
       put_float(record + int8.step_at, step);
       inverse_step = _mm512_set1_ps(step > 0.0f ? 1.0f / step : 0.0f);
     }
@@ -137,6 +145,7 @@ void prepare(const RecordLayout& layout, const float* x, const std::int32_t* ord
       if (int8.used) put_tile_int8(layout, tile, inputs, inverse_step, record);
       if (layout.bfloat16.used) put_tile_bfloat16(layout, tile, inputs, record);
     }
+    if (int8.used) put_sums_int8(layout, record);
   }
   if (layout.float32.used) prepare_float32(layout, x, order, record);
 }

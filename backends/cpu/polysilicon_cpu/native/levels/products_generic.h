@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "levels/products.h"
 #include "levels/vectors.h"
@@ -40,96 +41,77 @@ std::size_t scratch_bytes(int tiles) {
   return static_cast<std::size_t>(tiles) * (4 * kScaleBytes + kPanelBytes);
 }
 
-struct Sizes {
-  float mean, largest;
+// The numbers of a block's outputs.
+struct Lanes {
+  Floats vectors[kVectors];
 };
 
-// The step of a row's integer inputs: by the largest, or by `large` times their mean size where that
-// is smaller, but such that the largest fits into 16 bits. Inputs of more than 4 times the mean
-// count as that much in it, so that a few huge ones do not hide the others. 0 where inputs are so
-// small that its inverse overflows.
-// sizes_of(x, count, most): of a row's inputs, each counted up to `most` in the mean.
-template <class SizesOf>
-PS_INLINE float int8_step(const float* x, int count, float large, const SizesOf& sizes_of) {
-  const Sizes sizes = sizes_of(x, count, HUGE_VALF);
-  if (sizes.largest <= 1e-30f) return 0.0f;
-  const float limit = large * sizes_of(x, count, 4.0f * sizes.mean).mean;
-  const float step = (sizes.largest < limit ? sizes.largest : limit) / 127.0f;
-  const float least = sizes.largest / 32512.0f;
-  return step < least ? least : step;
-}
-
-[[maybe_unused]] float half_value(std::uint16_t bits) {
-  const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000) << 16;
-  const std::uint32_t rest = bits & 0x7fff;
-  if (rest >= 0x7c00) return __builtin_bit_cast(float, sign | 0x7f800000 | (rest & 0x3ff) << 13);
-  // Multiplying by 2^112 puts the exponent right, of subnormal numbers too.
-  const float size = __builtin_bit_cast(float, rest << 13) * 0x1p112f;
-  return __builtin_bit_cast(float, __builtin_bit_cast(std::uint32_t, size) | sign);
-}
-
-void numbers_of(Form form, const std::uint8_t* from, float* lanes) {
-  if (form == Form::kFloat32) {
-    std::memcpy(lanes, from, kLanes * sizeof(float));
-    return;
-  }
-  std::uint16_t bits[kLanes];
-  std::memcpy(bits, from, sizeof bits);
-  if (form == Form::kBfloat16) {
-    for (int n = 0; n < kLanes; ++n) {
-      lanes[n] = __builtin_bit_cast(float, static_cast<std::uint32_t>(bits[n]) << 16);
+PS_INLINE Lanes numbers_of(Form form, const std::uint8_t* from) {
+  Lanes lanes;
+PS_UNROLL
+  for (int v = 0; v < kVectors; ++v) {
+    const auto* halves = reinterpret_cast<const std::uint16_t*>(from) + v * kWidth;
+    switch (form) {
+      case Form::kFloat32: lanes.vectors[v] = load_as<Floats>(from + v * kVectorBytes); break;
+      case Form::kFloat16: lanes.vectors[v] = load_f16(halves); break;
+      default: lanes.vectors[v] = load_bf16(halves); break;
     }
-    return;
   }
-#if defined(__AVX512F__)
-  _mm512_storeu_ps(lanes, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)));
-#elif defined(__F16C__)
-  _mm256_storeu_ps(lanes, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from)));
-  _mm256_storeu_ps(lanes + 8, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 16))));
-#else
-  for (int n = 0; n < kLanes; ++n) lanes[n] = half_value(bits[n]);
-#endif
+  return lanes;
 }
 
-int number_bytes(Form form) { return form == Form::kFloat32 ? 4 : 2; }
+PS_INLINE void put(const Lanes& lanes, float* out) {
+PS_UNROLL
+  for (int v = 0; v < kVectors; ++v) store(out + v * kWidth, lanes.vectors[v]);
+}
 
 // All scales of a block by tile, or by half of a tile: [tiles (* 2), 16]; 0 past the last group.
-void spread_scales(const ScaleLayout& layout, bool halves, int tiles, const std::uint8_t* block,
+template <Form form, bool coded>
+void spread_scales(const ScaleLayout& layout, int period, int units, const std::uint8_t* block,
                    float* out) {
-  const int units = halves ? 2 * tiles : tiles;
-  const int period = halves ? layout.period : layout.period / 2;
-  const int number = kLanes * number_bytes(layout.form);
+  constexpr int kNumber = kLanes * (form == Form::kFloat32 ? 4 : 2);
   int unit = 0;
-#ifdef __AVX512F__
-  if (period == 1 && layout.form == Form::kFloat16 && !layout.coded) {
-    for (; unit < layout.count; ++unit) {
-      const __m256i lanes =
-          _mm256_loadu_si256((const __m256i*)(block + layout.at + unit * number));
-      _mm512_storeu_ps(out + unit * kLanes, _mm512_cvtph_ps(lanes));
-    }
-  }
-#endif
-  alignas(64) float super[kLanes];
+  Lanes super{};
   int super_end = 0, super_index = 0;
-  for (int entry = unit; entry < layout.count && unit < units; ++entry) {
-    float* lanes = out + unit * kLanes;
-    if (layout.coded) {
+  for (int entry = 0; entry < layout.count && unit < units; ++entry) {
+    Lanes lanes;
+    if constexpr (coded) {
       if (entry == super_end) {
-        numbers_of(layout.form, block + layout.super_at + super_index * number, super);
+        super = numbers_of(form, block + layout.super_at + super_index * kNumber);
         ++super_index;
         super_end += layout.super_period;
       }
       const std::uint8_t* codes = block + layout.at + entry * kLanes;
-      for (int n = 0; n < kLanes; ++n) {
-        lanes[n] = super[n] * static_cast<float>(codes[n] - layout.offset);
+PS_UNROLL
+      for (int v = 0; v < kVectors; ++v) {
+        const Ints own = load_u8(codes + v * kWidth) - splat(layout.offset);
+        lanes.vectors[v] = super.vectors[v] * __builtin_convertvector(own, Floats);
       }
     } else {
-      numbers_of(layout.form, block + layout.at + entry * number, lanes);
+      lanes = numbers_of(form, block + layout.at + entry * kNumber);
     }
     const int end = units - unit < period ? units : unit + period;
-    for (++unit; unit < end; ++unit) std::memcpy(out + unit * kLanes, lanes, kLanes * 4);
+    for (; unit < end; ++unit) put(lanes, out + unit * kLanes);
   }
-  for (int i = unit * kLanes; i < units * kLanes; ++i) out[i] = 0.0f;
+  for (; unit < units; ++unit) put(Lanes{}, out + unit * kLanes);
+}
+
+void spread_scales(const ScaleLayout& layout, bool halves, int tiles, const std::uint8_t* block,
+                   float* out) {
+  const int units = halves ? 2 * tiles : tiles;
+  const int period = halves ? layout.period : layout.period / 2;
+  const auto spread = [&](auto form) {
+    if (layout.coded) {
+      spread_scales<form(), true>(layout, period, units, block, out);
+    } else {
+      spread_scales<form(), false>(layout, period, units, block, out);
+    }
+  };
+  switch (layout.form) {
+    case Form::kFloat32: spread(std::integral_constant<Form, Form::kFloat32>{}); break;
+    case Form::kFloat16: spread(std::integral_constant<Form, Form::kFloat16>{}); break;
+    default: spread(std::integral_constant<Form, Form::kBfloat16>{}); break;
+  }
 }
 
 // Scales, and biases or null, of a block; scratch [2, tiles * 2, 16].
@@ -193,8 +175,8 @@ void tile_values(const Segment& segment, const std::uint8_t* tile, const float* 
         std::memcpy(&pairs[1][n], tile + pair * 64 + n * 4 + 2, 2);
       }
       for (int i = 0; i < 2; ++i) {
-        numbers_of(form, reinterpret_cast<const std::uint8_t*>(pairs[i]),
-                   out + (2 * pair + i) * kLanes);
+        put(numbers_of(form, reinterpret_cast<const std::uint8_t*>(pairs[i])),
+            out + (2 * pair + i) * kLanes);
       }
     }
     return;

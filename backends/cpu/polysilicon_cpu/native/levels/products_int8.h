@@ -6,6 +6,7 @@
 #pragma once
 
 #include "levels/products_generic.h"
+#include "levels/products_int8_step.h"
 #ifdef PS_NEON
 #include "levels/products_int8_neon.h"
 #else
@@ -57,22 +58,11 @@ PS_INLINE void put_sum(const RecordPart& part, int sum_at, int correction_at,
   }
 }
 
-Sizes sizes_of(const float* x, int count, float most) {
-  float sum = 0.0f, largest = 0.0f;
-#pragma omp simd reduction(+ : sum) reduction(max : largest)
-  for (int k = 0; k < count; ++k) {
-    const float size = __builtin_fabsf(x[k]);
-    largest = size > largest ? size : largest;
-    sum += size > most ? most : size;
-  }
-  return {sum / static_cast<float>(count), largest};
-}
-
 void prepare_int8(const RecordLayout& layout, const float* x, const std::int32_t* order,
                   std::uint8_t* record) {
   constexpr int kCount = kTile / kWidth;
   const RecordPart& part = layout.int8;
-  const float step = int8_step(x, layout.inputs, part.large, sizes_of);
+  const float step = int8_step(x, layout.inputs, part.large);
   write(record + part.step_at, step);
   const Floats inverse = splat(step > 0.0f ? 1.0f / step : 0.0f);
   for (int tile = 0; tile < layout.tiles; ++tile) {
@@ -271,6 +261,10 @@ int block_rows(const Work& work, const std::uint8_t* codes, const Scales& scales
                int row) {
   for (; work.rows - row >= rows; row += rows) {
     const Rows at(work.segment, work.layout, work.records + row * work.layout.bytes);
+    // Rows of outputs are far apart, often in one set of the caches: they are fetched meanwhile.
+    for (int m = 0; m < rows; ++m) {
+      __builtin_prefetch(work.out + (row + m) * work.stride + block * kLanes, 1);
+    }
     alignas(64) float lanes[rows][kLanes];
     block_product<bits, stored, halves, rows>(codes, scales, at, work.segment.tiles, lanes);
     for (int m = 0; m < rows; ++m) {

@@ -170,6 +170,30 @@ template <class Vector>
 #endif
 }
 
+[[maybe_unused]] inline Ints load_u8(const std::uint8_t* from) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  Ints x;
+  for (int i = 0; i < kWidth; ++i) x[i] = from[i];
+  return x;
+#endif
+}
+
+[[maybe_unused]] inline Floats load_bf16(const std::uint16_t* from) {
+#if defined(__AVX512F__)
+  const Words bits = (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__AVX2__)
+  const Words bits = (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
+  Words bits;
+  for (int i = 0; i < kWidth; ++i) bits[i] = from[i];
+#endif
+  return (Floats)(bits << 16);
+}
+
 [[maybe_unused]] inline std::uint16_t to_bf16(float x) {
   const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>(bits >> 16 | 0x40);
