@@ -23,7 +23,7 @@ from polysilicon.backend import CONTRACT_VERSION, Device, DeviceInfo, Unavailabl
 from polysilicon.host_memory import total_memory
 from polysilicon_torch.presence import Vendor
 
-_UNITS = 8
+_UNITS = 2
 """Compute units of the card that is interpreted: work is split among so many, so that there are
 splits to merge, but few."""
 
@@ -80,7 +80,8 @@ class HostBackend:
 
         table = importlib.import_module(f"{self._package}.tables").table()
         card = dataclasses.replace(named(target), compute_units=_UNITS)
-        tuning = Tuning.of(card, table)
+        # What the interpreter takes goes by the number of programs.
+        tuning = Tuning.of(card, table).over("prepare", {"BLOCK_T": 16})
         triton = TritonKernels(parsed.activations, runtime.device, tuning, fp8=parsed.fp8)
         return TorchDevice(runtime, triton, parsed)
 

@@ -107,7 +107,8 @@ def _by_row(
     columns = shard_window(part.shape[-1], "columns", shard)
     if keep_codes and _packs(part, shard):
         assert isinstance(part, (GroupAffine, GroupFloat))
-        return _packed(part, rows, columns, device)
+        if matrix := _packed(part, rows, columns, device):
+            return matrix
     array = part.array if isinstance(part, Dense) else part.dequantize()
     cut = array[..., slice(*rows), slice(*columns)]
     return DenseMatrix(values=_tensor(cut, device).to(dtype))
@@ -115,14 +116,18 @@ def _by_row(
 
 def _packed(
     part: GroupAffine | GroupFloat, rows: Window, columns: Window, device: torch.device
-) -> PackedMatrix:
+) -> PackedMatrix | None:
+    """The part with its codes, None where one of them is not a number: kernels decode none such."""
     group = _placed_group(part, columns)
     shape = (*part.shape[:-2], rows[1] - rows[0], columns[1] - columns[0])
     order = part.input_order
+    planes = _planes(part, shape, rows, columns, device)
+    if planes is None:
+        return None
     common: dict[str, Any] = {
         "shape": shape,
         "bits": part.bits,
-        "planes": _planes(part, shape, rows, columns, device),
+        "planes": planes,
         "group": group,
         "scale": _placed_scales(part.scale, part, group, rows, columns, device),
         "input_order": None if order is None else _tensor(order.astype(np.int64), device),
@@ -149,8 +154,9 @@ def _planes(
     rows: Window,
     columns: Window,
     device: torch.device,
-) -> tuple[torch.Tensor, ...]:
-    """The bit planes of the codes `[.., N, 4 * units]`, words as `placed` describes them."""
+) -> tuple[torch.Tensor, ...] | None:
+    """The bit planes of the codes `[.., N, 4 * units]`, words as `placed` describes them. None
+    where an e4m3 code is a NaN."""
     widths = PLANES[part.bits]
     slots = 32 // widths[0]
     width = shape[-1]
@@ -169,6 +175,8 @@ def _planes(
             stream = _tensor(stack[start : start + step], device)
             codes = _unpacked(stream, part.bits, part.shape[-1])[:, slice(*columns)]
             if isinstance(part, GroupFloat) and part.format == "f8_e4m3":
+                if bool(((codes & 0x7F) == 0x7F).any()):
+                    return None
                 codes = torch.where(codes == 0x80, 0, codes)
             codes = torch.nn.functional.pad(codes, (0, 4 * slots * units - width))
             codes = codes.reshape(len(stream), units, slots // 2, 4, 2)

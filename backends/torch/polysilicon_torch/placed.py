@@ -77,7 +77,7 @@ class PackedMatrix:
     group: consecutive stored inputs that share a scale: a multiple of 16, or WHOLE_ROW.
     table: float32 `[2**bits]` of a codebook. input_order: int64 `[K]`, the input that each stored
     column multiplies: a product takes `x[:, input_order]`.
-    e4m3 holds no -0, so that its codes are valid e4m3fnuz ones too, of half the value.
+    e4m3 holds no -0 and no NaN, so that its codes are e4m3fnuz ones too, of half the value.
     """
 
     shape: tuple[int, ...]

@@ -119,3 +119,40 @@ def test_kernels_take_it_only_when_asked(rng, rows):
         actual = kernels.linear(x, matrix, None)
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=1e-4)
     assert (exact - coarse).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("fp8", ["ocp", "fnuz", "none"])
+def test_every_code(rng, fp8):
+    """-0 counts as 0 and NaN as NaN, which e4m3fnuz writes otherwise: 0x80 is its only NaN."""
+    tuning = tuning_of(fp8)
+    part = encoded.group_float(rng, (5, 256), "f8_e4m3", 256)
+    every = np.arange(256, dtype=np.uint8)
+    numbers = every[every & 0x7F != 0x7F]
+    part.weight.codes[0] = np.resize(numbers, 256)
+    part.weight.codes[1] = 0x80
+    broken = every, np.where(every == 9, 0x7F, 0), np.where(every == 200, 0xFF, 0x3C)
+    x = torch.from_numpy(rng.standard_normal((2, 256), np.float32))
+    for count in (0, 1, 3):
+        for row, codes in enumerate(broken[:count]):
+            part.weight.codes[2 + row] = codes
+        values = torch.from_numpy(part.weight.dequantize())
+        for dtype in (torch.float32, torch.bfloat16):
+            ((matrix, _),) = place_matrices(
+                [part.weight], None, dtype=dtype, device=CPU, keep_codes=True
+            )
+            kernels = TritonKernels(dtype, CPU, tuning, fp8=True)
+            actual = kernels.linear(x, matrix, None)
+            taken = count == 0 and fp8 != "none"
+            inputs = rounded(x.to(dtype), fp8) if taken else x.to(dtype).double()
+            assert actual.isnan().all(0).tolist() == [
+                row in range(2, 2 + count) for row in range(5)
+            ]
+            finite = [row for row in range(5) if row not in range(2, 2 + count)]
+            weights = values[finite].double()
+            error = (actual[:, finite].double() - inputs @ weights.T).abs()
+            # Weights of bfloat16 are off by 2^-9 at most, sums in float32 by less than that.
+            assert (error <= 2**-8 * (inputs.abs() @ weights.abs().T)).all()
+            rows = kernels.embed(matrix, torch.arange(5, dtype=torch.int32))
+            torch.testing.assert_close(
+                rows, values, rtol=0 if dtype == torch.float32 else 8e-3, atol=0, equal_nan=True
+            )

@@ -8,10 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-from polysilicon_torch.placed import PLANES, WHOLE_ROW, DenseMatrix, Matrix
+from polysilicon_torch.placed import DenseMatrix, Matrix
 from polysilicon_torch.specialisation import Specialisation
 from polysilicon_torch.target import Target
 from polysilicon_torch.triton.packed_codes import (
+    KINDS,
     factor_of,
     load_scales,
     packed_arguments,
@@ -22,6 +23,9 @@ from polysilicon_torch.tuning import Tuning
 
 WIDTHS = (576, 4096)
 """Hidden sizes that are compiled ahead of time: SmolLM2, Llama 3 8B."""
+
+TABLE_KINDS = ("Q4_1", "Q6_K", "Q8_0")
+"""Of `KINDS`, what is compiled ahead of time."""
 
 
 @triton.jit
@@ -173,7 +177,7 @@ def embed(table: Matrix, tokens: torch.Tensor, *, tuning: Tuning) -> torch.Tenso
 
 
 def specialisations(target: Target, tuning: Tuning) -> Iterator[Specialisation]:
-    """Dense tables, and Q4_1, Q6_K and Q8_0 ones."""
+    """Dense tables, and those of TABLE_KINDS."""
     yield Specialisation.of(
         "gather_tokens",
         gather_tokens_kernel,
@@ -194,32 +198,15 @@ def specialisations(target: Target, tuning: Tuning) -> Iterator[Specialisation]:
                 divisible=frozenset({"width"}),
                 decode=True,
             )
-        for bits, group, offset, super_group in ((4, 32, 0, 0), (6, 16, 32, 16), (8, 32, 128, 0)):
-            types = {
-                "first": "*i32",
-                "second": "*i16" if len(PLANES[bits]) > 1 else None,
-                "third": None,
-                "scale": "*u8" if super_group else "*fp16",
-                "scale_super": "*fp16" if super_group else None,
-                "shift": "*fp16" if bits == 4 else None,
-                "shift_super": None,
-                "table": None,
-                "order": None,
-                "tokens": "*i32",
-                "output": "*fp32",
-                "width": "i32",
-                "units": "i32",
-                "groups": "i32",
-            }
+        for kind in KINDS:
+            if kind.name not in TABLE_KINDS:
+                continue
+            types = kind.signature() | {"tokens": "*i32", "output": "*fp32", "width": "i32"}
             yield Specialisation.of(
-                f"embed width={width} affine:{bits}/{group}",
+                f"embed width={width} {kind.name}",
                 embed_packed_kernel,
-                {name: kind for name, kind in types.items() if kind is not None},
-                {name: None for name, kind in types.items() if kind is None}
-                | {"FORMAT": "affine", "BITS": bits, "OFFSET": offset, "GROUP": group}
-                | {"WHOLE_ROW": group == WHOLE_ROW, "SCALE_ROWS": 8}
-                | {"SCALE_SUPER": super_group or 1, "SCALE_OFFSET": 128 if super_group else 0}
-                | {"SHIFT_ROWS": 8, "SHIFT_SUPER": 1, "SHIFT_OFFSET": 0},
+                {name: types[name] for name in embed_packed_kernel.arg_names if name in types},
+                kind.constants() | {"order": None},
                 choice,
                 divisible=frozenset({"width"}),
                 decode=True,
