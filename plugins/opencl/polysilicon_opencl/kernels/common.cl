@@ -8,10 +8,15 @@
 #define SYNC()
 #endif
 
+/* For functions that are given local memory. PoCL makes local memory of each thread that runs
+ * work-groups in the kernel's body alone: where the compiler puts a variable's address into a
+ * function of its own, all threads share one. */
+#define INLINED static inline __attribute__((always_inline))
+
 #define COUNTING (int16)(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
 
 /* The sum of one value a lane, for every lane. scratch: LANES floats of local memory. */
-static inline float lanes_sum(float value, local float *scratch)
+INLINED float lanes_sum(float value, local float *scratch)
 {
 #if LANES > 1
     SYNC();
@@ -28,7 +33,7 @@ static inline float lanes_sum(float value, local float *scratch)
 #endif
 }
 
-static inline float lanes_max(float value, local float *scratch)
+INLINED float lanes_max(float value, local float *scratch)
 {
 #if LANES > 1
     SYNC();

@@ -77,7 +77,7 @@ static inline void store_number(float value, uint i, global Stored *p)
 }
 
 /* The Walsh-Hadamard transform of `KV_DTYPES` over `dim` numbers of local memory, all lanes. */
-static inline void turn(local float *row, uint dim)
+INLINED void turn(local float *row, uint dim)
 {
     const uint block = dim & (~dim + 1);
     SYNC();

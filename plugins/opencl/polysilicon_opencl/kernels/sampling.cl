@@ -31,7 +31,7 @@ static inline bool beats(float value, uint id, float other, uint other_id)
 }
 
 /* The best candidate of the lanes, for every lane. */
-static inline void lanes_best(float *value, uint *id, local float *values, local uint *ids)
+INLINED void lanes_best(float *value, uint *id, local float *values, local uint *ids)
 {
 #if LANES > 1
     SYNC();
@@ -139,7 +139,7 @@ static inline float score(const Row *row, uint id)
 }
 
 /* What the scores from `least` on come to: their number, or the sum of their exponentials. */
-static inline float above(const Row *row, float least, bool weighed, local float *scratch)
+INLINED float above(const Row *row, float least, bool weighed, local float *scratch)
 {
     float16 sum = 0;
     least = fmax(fmax(least, row->floor), -FLT_MAX);
@@ -155,8 +155,8 @@ static inline float above(const Row *row, float least, bool weighed, local float
 /* Raises the row's floor so that the `amount` largest scores stay, or (weighed) the fewest that
  * weigh that share of all that are left. tie_end: of the ids at the floor, the first that is left
  * out. */
-static inline void narrow(Row *row, uint *tie_end, bool weighed, float amount,
-                          local float *scratch)
+INLINED void narrow(Row *row, uint *tie_end, bool weighed, float amount,
+                    local float *scratch)
 {
     /* Weight of ids at the floor that are left out already. */
     float surplus = 0;
