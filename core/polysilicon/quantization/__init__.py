@@ -1,0 +1,1 @@
+"""Quantisation of dense weights: grids, rounding methods, calibration, writers of checkpoints."""

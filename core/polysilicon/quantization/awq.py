@@ -1,0 +1,128 @@
+"""AWQ (arXiv 2306.00978): inputs that are large get finer steps, by scaling them down where they
+are made and their columns up.
+
+`W x = (W s) (x / s)`: the division goes into what makes x, a norm's weight or the rows of another
+matrix, so that the model computes the same before anything is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from polysilicon.quantization.rtn import Fit
+from polysilicon.quantization.source import ModelSource, Unit
+from polysilicon.weights.encodings import Float32
+
+_RATIOS = np.linspace(0, 1, 11)
+_SEARCH_ROWS = 512
+
+# Modules of a layer in which a norm feeds the linears named here and nothing else.
+_KNOWN = {
+    *("attention_norm", "q", "k", "v", "o", "q_norm", "k_norm", "post_attention_norm"),
+    *("ffn_norm", "gate", "up", "down", "post_ffn_norm"),
+}
+# By the linears that read x: the module that makes it.
+_MAKERS = {
+    ("q", "k", "v"): "attention_norm",
+    ("o",): "v",
+    ("gate", "up"): "ffn_norm",
+    ("down",): "up",
+}
+
+
+def find_scale(
+    matrices: Sequence[tuple[Float32, Fit]], inputs: Float32, magnitude: Float32
+) -> Float32:
+    """The scale s, float32 `[K]`, whose rounded `W s` changes the outputs least.
+
+    matrices: those that read the inputs, `[N, K]`, with how their grids are chosen; of large ones
+    some rows are looked at. inputs: mean outer product of the inputs, `[K, K]`. magnitude: mean
+    absolute inputs, `[K]`. Candidates are `magnitude^r`, and the same over `w^(1 - r)` with w the
+    mean of a column's weights relative to its row's largest, for r from 0 to 1.
+    """
+    some = [(weight[:: -(-len(weight) // _SEARCH_ROWS)], fit) for weight, fit in matrices]
+    largest = [np.abs(weight).max(axis=1, keepdims=True) for weight, _ in some]
+    relative = np.concatenate(
+        [np.abs(w) / np.maximum(peak, 1e-12) for (w, _), peak in zip(some, largest, strict=True)]
+    ).mean(axis=0)
+    diagonal = np.diagonal(inputs)
+    best, found = np.inf, np.ones(len(magnitude), np.float32)
+    for ratio in _RATIOS:
+        for shrink in (np.float32(1), np.maximum(relative, 1e-4) ** (1 - ratio)):
+            scale = np.maximum(np.maximum(magnitude, 1e-6) ** ratio / shrink, 1e-4)
+            scale = (scale / np.sqrt(scale.max() * scale.min())).astype(np.float32)
+            weights = diagonal / (scale * scale)
+            weights = weights / max(weights.mean(), 1e-30) + np.float32(0.01)
+            error = 0.0
+            for weight, fit in some:
+                scaled = weight * scale
+                grid = fit(scaled, weights)
+                change = grid.weight(grid.nearest(scaled)).dequantize() / scale - weight
+                error += float(np.einsum("nk,nk->", change @ inputs, change))
+            if error < best:
+                best, found = error, scale
+    return found
+
+
+class Scaling:
+    """The scales that were found, and where they go.
+
+    columns, rows: by key of a matrix, factors on its columns, and divisors of its rows. vectors: by
+    key of a norm's weight or bias or of a matrix's bias, divisors of its elements.
+    """
+
+    def __init__(self, source: ModelSource) -> None:
+        self.columns: dict[str, Float32] = {}
+        self.rows: dict[str, Float32] = {}
+        self.vectors: dict[str, Float32] = {}
+        self._source = source
+        layers = {key.split(".")[2] for key in source.shapes if key.startswith("layers.")}
+        self.known = layers <= _KNOWN
+
+    def takes(self, keys: Sequence[str]) -> bool:
+        """Whether what makes the inputs of these linears can be divided by a scale."""
+        return self._maker(keys) is not None
+
+    def _maker(self, keys: Sequence[str]) -> str | None:
+        if not self.known or not keys[0].startswith("layers."):
+            return None
+        _, layer, _, _ = keys[0].split(".")
+        maker = _MAKERS.get(tuple(key.split(".")[2] for key in keys))
+        if maker is None or f"layers.{layer}.{maker}.weight" not in self._source.shapes:
+            return None
+        config = self._source.config
+        if maker == "v" and config.heads != config.kv_heads:
+            # A value head serves several query heads, whose inputs to o would have one scale.
+            return None
+        if maker == "up" and config.activation == "swiglu_oai":
+            return None
+        return f"layers.{layer}.{maker}"
+
+    def add(self, keys: Sequence[str], scale: Float32) -> None:
+        maker = self._maker(keys)
+        assert maker is not None
+        self.columns |= dict.fromkeys(keys, scale)
+        if maker.endswith("norm"):
+            self.vectors[f"{maker}.weight"] = scale
+        else:
+            self.rows[f"{maker}.weight"] = scale
+        if f"{maker}.bias" in self._source.shapes:
+            self.vectors[f"{maker}.bias"] = scale
+
+    def applied(self, unit: Unit, values: Float32) -> Float32:
+        """A unit's values, scaled."""
+        values = values.copy()
+        for part in unit.parts:
+            rows = slice(None) if part.rows is None else np.asarray(part.rows)
+            if part.key in self.columns:
+                values[rows] *= self.columns[part.key]
+            if part.key in self.rows:
+                values[rows] /= self.rows[part.key][:, None]
+            if part.key in self.vectors:
+                offset = np.float32(
+                    part.key.endswith("norm.weight") and self._source.config.unit_offset_norms
+                )
+                values[rows] = (values[rows] + offset) / self.vectors[part.key] - offset
+        return values
