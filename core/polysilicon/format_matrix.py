@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 
 import numpy as np
 
 from polysilicon.backend import Capabilities
-from polysilicon.weights import gguf_blocks, safetensors
+from polysilicon.weights import gguf_blocks
 from polysilicon.weights.encodings import DENSE_DTYPES
+from polysilicon.weights.formats.format import CheckpointFormat
+from polysilicon.weights.formats.registry import FORMATS
 
 
 class Support(enum.StrEnum):
@@ -39,17 +42,20 @@ class Format:
         return Support.TRANSCODED if dense else Support.REFUSED
 
 
-def formats() -> list[Format]:
-    """Every tensor type that the readers know, those that they refuse last."""
+def formats(added: Sequence[CheckpointFormat] = ()) -> list[Format]:
+    """Every tensor type that the readers know, those that they refuse last.
+
+    added: checkpoint formats of plugins.
+    """
     read = [
         Format(container="gguf", type=kind.name, encoding=_gguf_encoding(kind))
         for kind in gguf_blocks.TENSOR_TYPES.values()
     ]
     read += [
-        Format(container="safetensors", type=name, encoding=_safetensors_encoding(name))
-        for name in safetensors.TENSOR_TYPES
+        Format(container="safetensors", type=name, encoding=encoding)
+        for format in (*FORMATS, *added)
+        for name, encoding in format.encodings.items()
     ]
-    read.append(Format(container="safetensors", type="with quantization_config"))
     removed = [Format(container="gguf", type=name) for name in gguf_blocks.REMOVED_TYPES.values()]
     return sorted(read + removed, key=lambda format: not format.encoding)
 
@@ -60,7 +66,3 @@ def _gguf_encoding(kind: gguf_blocks.TensorType) -> str:
         return ""
     block = np.zeros(kind.size, np.uint8)
     return gguf_blocks.decode(block, kind, (1, kind.elements)).encoding
-
-
-def _safetensors_encoding(name: str) -> str:
-    return f"dense:{name.lower()}" if name in safetensors.SUPPORTED_TYPES else ""

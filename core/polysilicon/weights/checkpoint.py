@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol, Self
 
+import numpy as np
+
 from polysilicon.errors import ModelError
-from polysilicon.weights.encodings import Weight
+from polysilicon.weights.encodings import Array, GroupAffine, GroupFloat, SuperScaled, Weight
 from polysilicon.weights.files import TensorInfo, directory_names, shown
+from polysilicon.weights.formats.format import CheckpointFormat
+from polysilicon.weights.formats.registry import AUTO, choose_format
 from polysilicon.weights.gguf import SPLIT_NAME, GGUFFile
 from polysilicon.weights.safetensors import (
     CONFIG_NAME,
@@ -24,8 +30,9 @@ class Checkpoint(Protocol):
     """An open checkpoint of one model. Also a context manager that closes it.
 
     format: `gguf` or `safetensors`; it decides how tensors are named and where the model's
-    parameters stand (`GGUFFile.metadata`, `SafetensorsDirectory.config`).
-    path: as it was opened. tensors: what the headers say, by the format's own names.
+    parameters stand (`GGUFFile.metadata`, `SafetensorsCheckpoint.config`).
+    path: as it was opened. tensors: what the headers say, by the format's own names; a quantised
+    weight has the name and the shape that it has in the unquantised model.
     """
 
     format: str
@@ -58,11 +65,102 @@ class Checkpoint(Protocol):
     def __exit__(self, *exception: object) -> None: ...
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+class SafetensorsCheckpoint:
+    """A directory of safetensors, read through the format that its weights are stored in.
+
+    config, generation_config: as in `SafetensorsDirectory`. quantization: name of the format.
+    tensors: by Hugging Face's names for the unquantised model
+    (`model.layers.0.self_attn.q_proj.weight`).
+    """
+
+    format = "safetensors"
+
+    def __init__(
+        self,
+        files: SafetensorsDirectory,
+        *,
+        quantization: str = AUTO,
+        added: Sequence[CheckpointFormat] = (),
+    ) -> None:
+        """quantization: name of the format, or `auto`. added: formats of plugins.
+
+        Raises ModelError where no format reads the files, or not the one that is named.
+        """
+        self.path = files.path
+        self.config, self.generation_config = files.config, files.generation_config
+        self._files = files
+        chosen = choose_format(files, quantization=quantization, added=added)
+        self.quantization = chosen.name
+        self._logical = chosen.open(files)
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
+            {name: tensor.info for name, tensor in self._logical.items()}
+        )
+
+    def weight(self, name: str) -> Weight:
+        """One tensor in its canonical encoding, exactly. Raises ModelError for an unknown name, and
+        for values that cannot be used."""
+        self._files.check_open()
+        if name not in self._logical:
+            raise ModelError(
+                f"{self.path} has no tensor {shown(name)}. Use a checkpoint of the whole model."
+            )
+        weight = self._logical[name].read()
+        if not all(np.isfinite(numbers).all() for numbers in _scales(weight)):
+            raise ModelError(
+                f"{self.path}: tensor {shown(name)} has scales or biases that are not finite. "
+                "Download the checkpoint again, or quantise the model again with a current tool."
+            )
+        return weight
+
+    def fingerprint(self) -> str:
+        """The model's identity: that of the files, and of the format that they are read through."""
+        return hashlib.sha256(
+            f"{self._files.fingerprint()}/{self.quantization}".encode()
+        ).hexdigest()
+
+    def close(self) -> None:
+        """Let go of the files. Weights already handed out stay valid."""
+        self._files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def _scales(weight: Weight) -> Iterator[Array]:
+    """The numbers by which codes are read."""
+    if isinstance(weight, GroupAffine | GroupFloat):
+        for scales in (weight.scale, weight.bias if isinstance(weight, GroupAffine) else None):
+            if scales is not None:
+                yield scales.scale if isinstance(scales, SuperScaled) else scales
+
+
+def open_checkpoint(
+    path: Path, *, quantization: str = AUTO, added: Sequence[CheckpointFormat] = ()
+) -> Checkpoint:
     """Open a .gguf file (or a part of a split set), or a directory of safetensors or of one GGUF.
 
     Where a directory holds both, the safetensors are taken; name the .gguf file for the other.
-    Raises ModelError for everything else.
+    quantization: the format of a directory of safetensors, `auto` to find it from the files.
+    added: formats of plugins. Raises ModelError for everything else.
+    """
+    files = open_files(path)
+    if isinstance(files, SafetensorsDirectory):
+        return SafetensorsCheckpoint(files, quantization=quantization, added=added)
+    if quantization != AUTO:
+        raise ModelError(
+            f"{path} is GGUF, which says of each tensor how it is stored. "
+            f"Leave --quantization {shown(quantization)} out."
+        )
+    return files
+
+
+def open_files(path: Path) -> GGUFFile | SafetensorsDirectory:
+    """The files of a checkpoint as they are, for its tokenizer and configuration.
+
+    How weights are quantised is not looked at. Raises ModelError as `open_checkpoint` does.
     """
     if os.path.isdir(path):
         return _open_directory(path)
@@ -77,7 +175,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return GGUFFile(path)
 
 
-def _open_directory(path: Path) -> Checkpoint:
+def _open_directory(path: Path) -> GGUFFile | SafetensorsDirectory:
     names = directory_names(path)
     if SINGLE_NAME in names or INDEX_NAME in names:
         return SafetensorsDirectory(path)

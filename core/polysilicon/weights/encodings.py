@@ -257,13 +257,23 @@ FLOAT_TABLES: dict[str, Float32] = {
 }
 
 
+def _e8m0() -> Array:
+    bits = np.arange(256, dtype=np.uint16) << 7
+    bits[0], bits[255] = 0x0040, 0x7FC0
+    return bits.view(ml_dtypes.bfloat16)
+
+
+E8M0 = _e8m0()
+"""Scales of the OCP Microscaling Formats by code: 2^(code - 127), all exact in bf16; 255 is NaN."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class GroupFloat(Weight):
     """`scale[g] * table[code]`, evaluated in float32.
 
     format: a key of `FLOAT_TABLES`, or `codebook` with a `table` of its own (nf4, IQ types).
-    shape, group, codes, scale, input_order, input_scale: as in `GroupAffine`; bits is 4 or 8 by the
-    table's length.
+    shape, group, codes, scale, input_order, input_scale: as in `GroupAffine`; bits is 3, 4 or 8, as
+    the table's length needs.
     block: `(rows, columns)` of 2-D scale blocks, or None. With it, scale is
     `[..., ceil(N / rows), ceil(K / columns)]`.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping
@@ -12,7 +13,16 @@ from typing import Self
 import numpy as np
 
 from polysilicon.errors import ModelError
-from polysilicon.weights.encodings import Dense, Weight
+from polysilicon.weights.encodings import (
+    Dense,
+    Float32,
+    GroupAffine,
+    GroupFloat,
+    Scales,
+    SuperScaled,
+    Weight,
+    scale_values,
+)
 from polysilicon.weights.files import (
     DOWNLOAD_AGAIN,
     MappedFile,
@@ -30,6 +40,8 @@ _MISSING_SHOWN = 5
 
 # Converters add 1 to these architectures' norm weights, whose models scale by `1 + weight`.
 _NORMS_PLUS_ONE = frozenset({"gemma", "gemma2", "gemma3"})
+# They put the rows of q and k of these into the interleaved order of rotary pairs.
+_ROWS_INTERLEAVED = frozenset({"llama", "granite"})
 _QUERY_OR_KEY = re.compile(r"blk\.(?P<layer>\d{1,6})\.attn_(?P<which>[qk])\.(weight|bias)")
 
 
@@ -88,12 +100,13 @@ class GGUFFile:
     def weight(self, name: str) -> Weight:
         """One tensor in its canonical encoding, at its size in the file, in Hugging Face's order.
 
-        What converters change is undone: rows of q and k of `llama` are put back from the
+        What converters change is undone: rows of q and k of llama and granite are put back from the
         interleaved to the half-split order of rotary pairs, and the 1 added to the norms of gemma,
-        gemma2 and gemma3 is subtracted (float32).
+        gemma2 and gemma3 is subtracted (float32). A factor that stands beside a weight
+        (`blk.0.attn_q.scale`, as NVFP4 has) goes into its scales.
 
-        Raises ModelError for an unknown name, for a type that is not supported, and where the
-        metadata does not fit the tensor.
+        Raises ModelError for an unknown name, for a type that is not supported, for scales that are
+        NaN or infinite, and where the metadata does not fit the tensor.
         """
         self._check_open()
         if name not in self._entries:
@@ -104,13 +117,17 @@ class GGUFFile:
         if entry.kind.name not in SUPPORTED_TYPES:
             raise ModelError(
                 f"{self.path} stores tensor {shown(name)} as {entry.kind.name}, which is not "
-                f"supported. Use a file with {', '.join(SUPPORTED_TYPES)}."
+                "supported for weights. Use a file of another quantisation, such as Q8_0 or Q4_K."
             )
         data = file.data(entry.start, entry.info.nbytes)
         weight = decode(data, entry.kind, entry.info.shape)
+        self._check_scales(name, weight)
+        factor = name.removesuffix(".weight") + ".scale"
+        if name.endswith(".weight") and factor in self._entries:
+            weight = _times(weight, self._factor(factor, weight.shape))
         architecture = str(self.metadata.get("general.architecture"))
         query_or_key = _QUERY_OR_KEY.fullmatch(name)
-        if architecture == "llama" and query_or_key:
+        if architecture in _ROWS_INTERLEAVED and query_or_key:
             layer, which = int(query_or_key["layer"]), query_or_key["which"]
             heads = self._head_count(layer, key=which == "k")
             return weight.take_rows(_half_split_rows(self.path, name, weight.shape, heads))
@@ -118,13 +135,40 @@ class GGUFFile:
             return Dense(array=weight.dequantize() - np.float32(1))
         return weight
 
+    def _check_scales(self, name: str, weight: Weight) -> None:
+        """A NaN among the scales would spread to every output."""
+        for scales in _scales(weight).values():
+            numbers = scales.scale if isinstance(scales, SuperScaled) else scales
+            if not np.isfinite(numbers).all():
+                raise ModelError(
+                    f"{self.path}: tensor {shown(name)} has scales that are NaN or infinite. "
+                    f"{DOWNLOAD_AGAIN}"
+                )
+
+    def _factor(self, name: str, shape: tuple[int, ...]) -> Float32:
+        """The factor of a whole matrix, or one for each of a stack's experts: `[1]` or `[E]`."""
+        _, entry = self._entries[name]
+        experts = shape[0] if len(shape) == 3 else 1
+        if entry.kind.name != "F32" or entry.info.shape not in {(1,), (experts,)}:
+            raise ModelError(
+                f"{self.path}: tensor {shown(name)} is {entry.kind.name} of shape "
+                f"{entry.info.shape}; a factor of weights is F32 of shape {(experts,)}. "
+                "Convert the model again with a current llama.cpp."
+            )
+        values = self.weight(name).dequantize()
+        if not np.isfinite(values).all():
+            raise ModelError(
+                f"{self.path}: tensor {shown(name)} is NaN or infinite. {DOWNLOAD_AGAIN}"
+            )
+        return values
+
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError(f"{self.path} is closed")
 
     def _head_count(self, layer: int, *, key: bool) -> int:
         """Heads of one layer's queries or keys; the metadata may list them by layer."""
-        name = "llama.attention.head_count"
+        name = f"{self.metadata['general.architecture']}.attention.head_count"
         if key and f"{name}_kv" in self.metadata:
             name = f"{name}_kv"
         value = self.metadata.get(name)
@@ -214,6 +258,25 @@ def _split_number(path: Path, header: Header, key: str, default: int) -> int:
     if type(value) is not int:
         raise ModelError(f"{path} is no valid GGUF file: {key} is no integer. {DOWNLOAD_AGAIN}")
     return value
+
+
+def _scales(weight: Weight) -> dict[str, Scales]:
+    """A quantised weight's scales and biases by the names of their fields."""
+    if not isinstance(weight, (GroupAffine, GroupFloat)):
+        return {}
+    fields = {"scale": weight.scale, "bias": getattr(weight, "bias", None)}
+    return {name: scales for name, scales in fields.items() if scales is not None}
+
+
+def _times(weight: Weight, factor: Float32) -> Weight:
+    """The weight times a factor of the whole, `[1]`, or of each expert, `[E]`, in float32."""
+    if factor.size > 1:
+        factor = factor.reshape(-1, 1, 1)
+    if isinstance(weight, Dense):
+        return Dense(array=weight.dequantize() * factor)
+    assert isinstance(weight, (GroupAffine, GroupFloat))
+    changes = {name: scale_values(scales) * factor for name, scales in _scales(weight).items()}
+    return dataclasses.replace(weight, **changes)  # type: ignore[arg-type]
 
 
 def _half_split_rows(

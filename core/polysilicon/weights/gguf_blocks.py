@@ -1,30 +1,37 @@
 """GGUF's tensor types and their blocks, decoded exactly into the canonical encodings.
 
-Block layouts are those of ggml (`ggml-common.h`): every quantised row is a run of blocks of 32 or
+Block layouts are those of ggml (`ggml-common.h`): every quantised row is a run of blocks of 32 to
 256 elements. A block's codes and scales are re-ordered, never re-rounded, so `dequantize` of the
-result equals ggml's own to the bit.
+result equals ggml's own, to the bit but for signs of zeros.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
+from polysilicon.weights import gguf_four_bits, gguf_vectors
 from polysilicon.weights.encodings import (
-    Array,
     Dense,
     GroupAffine,
-    Scales,
+    GroupFloat,
     SuperScaled,
     Weight,
     pack_codes,
+    unpack_codes,
 )
-
-Bytes = npt.NDArray[np.uint8]
+from polysilicon.weights.gguf_layout import (
+    BlockLayout,
+    Bytes,
+    half,
+    nibbles,
+    planes,
+    super_scaled,
+)
 
 # Codes are unpacked to a byte each on the way; chunks keep those bytes in the processor's cache.
 _CHUNK_ELEMENTS = 1 << 18
@@ -76,6 +83,7 @@ TENSOR_TYPES = {
         (39, "MXFP4", 32, 17),
         (40, "NVFP4", 64, 36),
         (41, "Q1_0", 128, 18),
+        (42, "Q2_0", 64, 18),
     ]
 }
 
@@ -97,22 +105,6 @@ _DENSE = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _BlockLayout:
-    """How the blocks of a type become a `GroupAffine`.
-
-    codes: blocks uint8 `[B, size]` to codes uint8 `[B, elements]`, in the order of the elements.
-    scale, bias: blocks uint8 `[..., N, B, size]` to scales of `[..., N, B * elements / group]`.
-    """
-
-    bits: int
-    group: int
-    offset: int = 0
-    codes: Callable[[Bytes], Bytes]
-    scale: Callable[[Bytes], Scales]
-    bias: Callable[[Bytes], Scales] | None = None
-
-
 def decode(data: Bytes, kind: TensorType, shape: tuple[int, ...]) -> Weight:
     """The stored bytes of one tensor as a canonical weight.
 
@@ -129,40 +121,20 @@ def decode(data: Bytes, kind: TensorType, shape: tuple[int, ...]) -> Weight:
         chunk = slice(start, start + step)
         packed[chunk] = pack_codes(layout.codes(blocks[chunk]), layout.bits)
     rows = data.reshape(*shape[:-1], shape[-1] // kind.elements, kind.size)
+    weight: dict[str, Any] = {
+        "shape": shape,
+        "group": layout.group,
+        "codes": packed.reshape(*shape[:-1], -1),
+        "scale": layout.scale(rows),
+    }
+    if layout.format != "affine":
+        return GroupFloat(format=layout.format, table=layout.table, **weight)
     return GroupAffine(
-        shape=shape,
         bits=layout.bits,
-        group=layout.group,
         offset=layout.offset,
-        codes=packed.reshape(*shape[:-1], -1),
-        scale=layout.scale(rows),
         bias=None if layout.bias is None else layout.bias(rows),
+        **weight,
     )
-
-
-def _half(start: int) -> Callable[[Bytes], Array]:
-    """The f16 at byte `start` of every block: `[..., B]`."""
-
-    def read(blocks: Bytes) -> Array:
-        return np.ascontiguousarray(blocks[..., start : start + 2]).view("<f2")[..., 0]
-
-    return read
-
-
-def _planes(stored: Bytes, run: int, bits: int) -> Bytes:
-    """Split bytes that each hold `8 // bits` fields of elements `run` apart.
-
-    stored: uint8 `[B, S]`, in runs of `run` bytes. Field f of a run's byte j belongs to element
-    `f * run + j` of the `run * 8 // bits` elements that the run covers: uint8 `[B, S * 8 // bits]`.
-    """
-    fields = 8 // bits
-    runs = stored.reshape(len(stored), -1, 1, run)
-    shifts = np.arange(0, 8, bits, dtype=np.uint8).reshape(fields, 1)
-    return ((runs >> shifts) & np.uint8((1 << bits) - 1)).reshape(len(stored), -1)
-
-
-def _nibbles(start: int) -> Callable[[Bytes], Bytes]:
-    return lambda blocks: _planes(blocks[:, start : start + 16], 16, 4)
 
 
 def _five_bits(start: int) -> Callable[[Bytes], Bytes]:
@@ -170,45 +142,32 @@ def _five_bits(start: int) -> Callable[[Bytes], Bytes]:
 
     def read(blocks: Bytes) -> Bytes:
         fifth = np.unpackbits(blocks[:, start : start + 4], axis=-1, bitorder="little")
-        return _planes(blocks[:, start + 4 : start + 20], 16, 4) | fifth << np.uint8(4)
+        return planes(blocks[:, start + 4 : start + 20], 16, 4) | fifth << np.uint8(4)
 
     return read
 
 
 def _codes_q3_k(blocks: Bytes) -> Bytes:
-    low = _planes(blocks[:, 32:96], 32, 2)
-    return low | _planes(blocks[:, :32], 32, 1) << np.uint8(2)
+    low = planes(blocks[:, 32:96], 32, 2)
+    return low | planes(blocks[:, :32], 32, 1) << np.uint8(2)
 
 
 def _codes_q5_k(blocks: Bytes) -> Bytes:
-    low = _planes(blocks[:, 48:176], 32, 4)
-    return low | _planes(blocks[:, 16:48], 32, 1) << np.uint8(4)
+    low = planes(blocks[:, 48:176], 32, 4)
+    return low | planes(blocks[:, 16:48], 32, 1) << np.uint8(4)
 
 
 def _codes_q6_k(blocks: Bytes) -> Bytes:
-    low = _planes(blocks[:, :128], 64, 4)
-    return low | _planes(blocks[:, 128:192], 32, 2) << np.uint8(4)
-
-
-def _super_scaled(codes: Bytes, bits: int, scale: Array, offset: int = 0) -> SuperScaled:
-    """codes: uint8 `[..., B, G]`, G scales in each of a row's B blocks; scale `[..., B]`."""
-    *rows, count, group = codes.shape
-    return SuperScaled(
-        codes=pack_codes(codes.reshape(*rows, count * group), bits),
-        bits=bits,
-        offset=offset,
-        count=count * group,
-        scale=scale,
-        group=group,
-    )
+    low = planes(blocks[:, :128], 64, 4)
+    return low | planes(blocks[:, 128:192], 32, 2) << np.uint8(4)
 
 
 def _scale_q2_k(blocks: Bytes) -> SuperScaled:
-    return _super_scaled(blocks[..., :16] & np.uint8(15), 4, _half(80)(blocks))
+    return super_scaled(blocks[..., :16] & np.uint8(15), 4, half(80)(blocks))
 
 
 def _bias_q2_k(blocks: Bytes) -> SuperScaled:
-    return _super_scaled(blocks[..., :16] >> np.uint8(4), 4, -_half(82)(blocks))
+    return super_scaled(blocks[..., :16] >> np.uint8(4), 4, -half(82)(blocks))
 
 
 def _scale_q3_k(blocks: Bytes) -> SuperScaled:
@@ -218,59 +177,91 @@ def _scale_q3_k(blocks: Bytes) -> SuperScaled:
     high = (high >> np.array([[0], [2], [4], [6]], np.uint8)) & np.uint8(3)
     shape = (*blocks.shape[:-1], 16)
     codes = low.reshape(shape) | high.reshape(shape) << np.uint8(4)
-    return _super_scaled(codes, 6, _half(108)(blocks), offset=32)
+    return super_scaled(codes, 6, half(108)(blocks), offset=32)
 
 
 def _scale_q4_k(blocks: Bytes) -> SuperScaled:
     """8 scales of 6 bits: four whole ones, then low nibbles whose high bits top the first four."""
     first, mixed = blocks[..., 4:8], blocks[..., 12:16]
     last = (mixed & np.uint8(15)) | (first >> np.uint8(6)) << np.uint8(4)
-    return _super_scaled(np.concatenate([first & np.uint8(63), last], axis=-1), 6, _half(0)(blocks))
+    return super_scaled(np.concatenate([first & np.uint8(63), last], axis=-1), 6, half(0)(blocks))
 
 
 def _bias_q4_k(blocks: Bytes) -> SuperScaled:
     """The minimums, stored beside the scales in the same way and subtracted."""
     first, mixed = blocks[..., 8:12], blocks[..., 12:16]
     last = mixed >> np.uint8(4) | (first >> np.uint8(6)) << np.uint8(4)
-    return _super_scaled(
-        np.concatenate([first & np.uint8(63), last], axis=-1), 6, -_half(2)(blocks)
-    )
+    return super_scaled(np.concatenate([first & np.uint8(63), last], axis=-1), 6, -half(2)(blocks))
 
 
 def _scale_q6_k(blocks: Bytes) -> SuperScaled:
     # Signed bytes; flipping the sign bit makes them codes with an offset of 128.
-    return _super_scaled(blocks[..., 192:208] ^ np.uint8(128), 8, _half(208)(blocks), offset=128)
+    return super_scaled(blocks[..., 192:208] ^ np.uint8(128), 8, half(208)(blocks), offset=128)
+
+
+def _codes_tq1_0(blocks: Bytes) -> Bytes:
+    """Five ternary digits a byte, in three runs of 32, 16 and 4 bytes (the last one of four).
+
+    Digit i of byte q, highest first, is the whole part of 3 * (q * 3^i mod 256) / 256.
+    """
+    runs = []
+    for start, end, digits in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
+        powers = 3 ** np.arange(digits, dtype=np.uint8)[:, None]
+        shifted = blocks[:, None, start:end] * powers
+        runs.append((shifted.astype(np.uint16) * 3 >> 8).reshape(len(blocks), -1))
+    return np.concatenate(runs, axis=-1).astype(np.uint8)
+
+
+def _codes_q1_0(blocks: Bytes) -> Bytes:
+    """A bit an element, for minus or plus the scale: -1 and 1 are codes 0 and 2."""
+    return np.unpackbits(blocks[:, 2:], axis=-1, bitorder="little") << np.uint8(1)
+
+
+def _codes_q2_0(blocks: Bytes) -> Bytes:
+    return unpack_codes(blocks[:, 2:], 2, 64)
 
 
 _LAYOUTS = {
-    "Q4_0": _BlockLayout(bits=4, group=32, offset=8, codes=_nibbles(2), scale=_half(0)),
-    "Q4_1": _BlockLayout(bits=4, group=32, codes=_nibbles(4), scale=_half(0), bias=_half(2)),
-    "Q5_0": _BlockLayout(bits=5, group=32, offset=16, codes=_five_bits(2), scale=_half(0)),
-    "Q5_1": _BlockLayout(bits=5, group=32, codes=_five_bits(4), scale=_half(0), bias=_half(2)),
-    "Q8_0": _BlockLayout(
+    "Q4_0": BlockLayout(bits=4, group=32, offset=8, codes=nibbles(2), scale=half(0)),
+    "Q4_1": BlockLayout(bits=4, group=32, codes=nibbles(4), scale=half(0), bias=half(2)),
+    "Q5_0": BlockLayout(bits=5, group=32, offset=16, codes=_five_bits(2), scale=half(0)),
+    "Q5_1": BlockLayout(bits=5, group=32, codes=_five_bits(4), scale=half(0), bias=half(2)),
+    "Q8_0": BlockLayout(
         bits=8,
         group=32,
         offset=128,
         codes=lambda blocks: blocks[:, 2:] ^ np.uint8(128),
-        scale=_half(0),
+        scale=half(0),
     ),
-    "Q2_K": _BlockLayout(
+    "Q2_K": BlockLayout(
         bits=2,
         group=16,
-        codes=lambda blocks: _planes(blocks[:, 16:80], 32, 2),
+        codes=lambda blocks: planes(blocks[:, 16:80], 32, 2),
         scale=_scale_q2_k,
         bias=_bias_q2_k,
     ),
-    "Q3_K": _BlockLayout(bits=3, group=16, offset=4, codes=_codes_q3_k, scale=_scale_q3_k),
-    "Q4_K": _BlockLayout(
+    "Q3_K": BlockLayout(bits=3, group=16, offset=4, codes=_codes_q3_k, scale=_scale_q3_k),
+    "Q4_K": BlockLayout(
         bits=4,
         group=32,
-        codes=lambda blocks: _planes(blocks[:, 16:144], 32, 4),
+        codes=lambda blocks: planes(blocks[:, 16:144], 32, 4),
         scale=_scale_q4_k,
         bias=_bias_q4_k,
     ),
-    "Q5_K": _BlockLayout(bits=5, group=32, codes=_codes_q5_k, scale=_scale_q4_k, bias=_bias_q4_k),
-    "Q6_K": _BlockLayout(bits=6, group=16, offset=32, codes=_codes_q6_k, scale=_scale_q6_k),
+    "Q5_K": BlockLayout(bits=5, group=32, codes=_codes_q5_k, scale=_scale_q4_k, bias=_bias_q4_k),
+    "Q6_K": BlockLayout(bits=6, group=16, offset=32, codes=_codes_q6_k, scale=_scale_q6_k),
+    "Q1_0": BlockLayout(bits=2, group=128, offset=1, codes=_codes_q1_0, scale=half(0)),
+    "Q2_0": BlockLayout(bits=2, group=64, offset=1, codes=_codes_q2_0, scale=half(0)),
+    "TQ1_0": BlockLayout(bits=2, group=256, offset=1, codes=_codes_tq1_0, scale=half(52)),
+    "TQ2_0": BlockLayout(
+        bits=2,
+        group=256,
+        offset=1,
+        codes=lambda blocks: planes(blocks[:, :64], 32, 2),
+        scale=half(64),
+    ),
+    **gguf_four_bits.LAYOUTS,
+    **gguf_vectors.LAYOUTS,
 }
 
 SUPPORTED_TYPES = (*_DENSE, *_LAYOUTS)

@@ -20,7 +20,7 @@ import ml_dtypes
 import numpy as np
 
 from polysilicon.errors import ModelError
-from polysilicon.weights.encodings import Dense, Weight
+from polysilicon.weights.encodings import Array, Dense, Weight
 from polysilicon.weights.files import (
     DOWNLOAD_AGAIN,
     MappedFile,
@@ -41,19 +41,28 @@ _MAX_DIMENSIONS = 8
 _SHARD_NAME = re.compile(r"[^/\\:\0]+\.safetensors", re.DOTALL)
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt"})
 
-_DENSE = {
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
 _BITS = {
     "F64": 64, "F32": 32, "F16": 16, "BF16": 16, "C64": 64, "BOOL": 8,
     "I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8,
     "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
+_DTYPES = {
+    "F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16), "C64": np.dtype("<c8"), "BOOL": np.dtype(np.uint8),
+    "I64": np.dtype("<i8"), "I32": np.dtype("<i4"), "I16": np.dtype("<i2"), "I8": np.dtype("i1"),
+    "U64": np.dtype("<u8"), "U32": np.dtype("<u4"), "U16": np.dtype("<u2"), "U8": np.dtype("u1"),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn), "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+}  # fmt: skip
 TENSOR_TYPES = tuple(_BITS)
-SUPPORTED_TYPES = tuple(_DENSE)
+SUPPORTED_TYPES = ("F32", "F16", "BF16")
+"""Those of weights that are not quantised."""
+
+SIDECAR_NAMES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+"""Files beside config.json in which some tools say how they quantised."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +76,10 @@ class SafetensorsDirectory:
     """An open directory with `config.json` and `model.safetensors` or its shards and their index.
 
     config, generation_config: the parsed JSON objects; the second is empty when there is no file.
-    tensors: by Hugging Face's names (`model.layers.0.self_attn.q_proj.weight`).
+    sidecars: the parsed JSON objects of those of `SIDECAR_NAMES` that there are, by name.
+    metadata: texts that the writer left in the headers' `__metadata__`.
+    tensors: as they are stored, by the files' own names, those of quantised weights included
+    (`model.layers.0.self_attn.q_proj.qweight`).
 
     Files are mapped, not read: a weight is a view of the map and stays valid after `close`; a
     file's map goes with the last of them.
@@ -76,21 +88,24 @@ class SafetensorsDirectory:
     format = "safetensors"
 
     def __init__(self, path: Path) -> None:
-        """Raises ModelError when a file is missing, malformed, or of a quantised checkpoint."""
+        """Raises ModelError when a file is missing or malformed."""
         self.path = path
         if not os.path.isdir(path):
             raise ModelError(f"{path} is not a directory. Give the one that holds {CONFIG_NAME}.")
         config = _read_json(path / CONFIG_NAME)
-        self.config = _parse_object(path / CONFIG_NAME, config)
+        self.config = parse_object(path / CONFIG_NAME, config)
         self.generation_config: dict[str, Any] = {}
         generation_path = path / GENERATION_CONFIG_NAME
         if os.path.exists(generation_path):
-            self.generation_config = _parse_object(generation_path, _read_json(generation_path))
-        _refuse_quantized_config(path, self.config)
+            self.generation_config = parse_object(generation_path, _read_json(generation_path))
         self._headers: list[bytes] = [config]
+        self.sidecars: dict[str, dict[str, Any]] = {}
+        for name in SIDECAR_NAMES:
+            if os.path.exists(path / name):
+                self._headers.append(_read_json(path / name))
+                self.sidecars[name] = parse_object(path / name, self._headers[-1])
+        self.metadata: dict[str, str] = {}
         self._entries = self._open_shards()
-        for entry in self._entries.values():
-            _refuse_quantized_tensor(path, entry.info)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
             {name: entry.info for name, entry in self._entries.items()}
         )
@@ -135,10 +150,12 @@ class SafetensorsDirectory:
             )
         header = file.map[8 : 8 + length]
         self._headers.append(file.size.to_bytes(8, "little") + header)
+        values = parse_object(path, header, unique_keys=True)
+        metadata = values.pop("__metadata__", None)
+        if isinstance(metadata, dict):
+            self.metadata |= {k: v for k, v in metadata.items() if isinstance(v, str)}
         entries = {
-            name: _read_entry(file, 8 + length, name, value)
-            for name, value in _parse_object(path, header, unique_keys=True).items()
-            if name != "__metadata__"
+            name: _read_entry(file, 8 + length, name, value) for name, value in values.items()
         }
         _check_overlaps(path, entries.values())
         return entries
@@ -148,26 +165,48 @@ class SafetensorsDirectory:
 
         Raises ModelError for an unknown name and for a type other than F32, F16 and BF16.
         """
-        self._check_open()
-        if name not in self._entries:
-            raise ModelError(
-                f"{self.path} has no tensor {shown(name)}. Use a checkpoint of the whole model."
-            )
-        entry = self._entries[name]
-        info = entry.info
-        if info.type not in _DENSE or 0 in info.shape:
+        info = self._entry(name).info
+        if info.type not in SUPPORTED_TYPES or 0 in info.shape:
             raise ModelError(
                 f"{self.path} stores tensor {shown(name)} as {info.type} of shape "
                 f"{list(info.shape)}, which is not supported as a weight. "
                 "Use a checkpoint with F32, F16 or BF16 weights."
             )
-        data = entry.file.data(entry.start, info.nbytes).view(_DENSE[info.type])
-        if not data.flags.aligned:
-            # Headers need not be padded; kernels want aligned numbers.
-            data = data.copy()
-        return Dense(array=data.reshape(info.shape))
+        return Dense(array=self.array(name))
 
-    def _check_open(self) -> None:
+    def array(self, name: str) -> Array:
+        """One tensor as it is stored, a read-only view of its file, in its own dtype.
+
+        The dtype is NumPy's or ml_dtypes' of that name; BOOL comes as uint8, and F4 as uint8
+        `[..., K / 2]`, lower half first. Raises ModelError for an unknown name and for what NumPy
+        cannot hold (F6, and F4 of an odd last axis).
+        """
+        entry = self._entry(name)
+        shape, data = entry.info.shape, entry.file.data(entry.start, entry.info.nbytes)
+        if entry.info.type == "F4" and shape and shape[-1] % 2 == 0:
+            return data.reshape(*shape[:-1], shape[-1] // 2)
+        if entry.info.type not in _DTYPES:
+            raise ModelError(
+                f"{self.path} stores tensor {shown(name)} as {entry.info.type} of shape "
+                f"{list(shape)}, which is not supported. Use another checkpoint of this model."
+            )
+        array: Array = data.view(_DTYPES[entry.info.type])
+        if not array.flags.aligned:
+            # Headers need not be padded; kernels want aligned numbers.
+            array = array.copy()
+            array.flags.writeable = False
+        return array.reshape(shape)
+
+    def _entry(self, name: str) -> _Entry:
+        self.check_open()
+        if name not in self._entries:
+            raise ModelError(
+                f"{self.path} has no tensor {shown(name)}. Use a checkpoint of the whole model."
+            )
+        return self._entries[name]
+
+    def check_open(self) -> None:
+        """Raises ValueError after `close`."""
         if self._closed:
             raise ValueError(f"{self.path} is closed")
 
@@ -177,7 +216,7 @@ class SafetensorsDirectory:
         Cheap (4 KiB of each tensor are read) and the same for every copy of the directory. Two
         checkpoints whose tensors differ only outside the samples would share it.
         """
-        self._check_open()
+        self.check_open()
         return header_fingerprint(
             self._headers,
             (entry.file.data(entry.start, entry.info.nbytes) for entry in self._entries.values()),
@@ -195,6 +234,11 @@ class SafetensorsDirectory:
         self.close()
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object that a file such as `config.json` holds. Raises ModelError."""
+    return parse_object(path, _read_json(path))
+
+
 def _read_json(path: Path) -> bytes:
     file = MappedFile(path)
     if file.size > _MAX_JSON_BYTES:
@@ -204,7 +248,7 @@ def _read_json(path: Path) -> bytes:
     return file.map[:]
 
 
-def _parse_object(path: Path, text: bytes, *, unique_keys: bool = False) -> dict[str, Any]:
+def parse_object(path: Path | str, text: bytes, *, unique_keys: bool = False) -> dict[str, Any]:
     """Parse JSON that must be one object. path: what the error names."""
     try:
         value = json.loads(
@@ -228,7 +272,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Which file of the directory holds each tensor."""
-    places = _parse_object(path, _read_json(path)).get("weight_map")
+    places = parse_object(path, _read_json(path)).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ModelError(f"{path} has no weight_map of tensors to files. {DOWNLOAD_AGAIN}")
     for name in places.values():
@@ -283,38 +327,6 @@ def _check_overlaps(path: Path, entries: Iterable[_Entry]) -> None:
                 f"{shown(entry.info.name)} overlap another's. {DOWNLOAD_AGAIN}"
             )
         end = entry.start + entry.info.nbytes
-
-
-def _refuse_quantized_config(path: Path, config: dict[str, Any]) -> None:
-    """Refuse a checkpoint whose config names a quantisation, at the top or for its text model."""
-    text_config = config.get("text_config")
-    for part in (config, text_config if isinstance(text_config, dict) else {}):
-        for key in ("quantization_config", "compression_config", "quantization"):
-            if part.get(key) is None:
-                continue
-            settings = part[key]
-            method = settings.get("quant_method") if isinstance(settings, dict) else None
-            if not isinstance(method, str):
-                method = "mlx" if key == "quantization" else "unnamed method"
-            raise ModelError(
-                f"{path} is quantised with {shown(method)}, which is not supported. "
-                "Use the unquantised checkpoint (F32, F16 or BF16) or a GGUF file."
-            )
-
-
-def _refuse_quantized_tensor(path: Path, info: TensorInfo) -> None:
-    """Refuse weights that are codes though the config names no method.
-
-    Buffers that models carry along (position ids, masks) may have any type.
-    """
-    if info.type in _DENSE or "weight" not in info.name.rpartition(".")[2]:
-        return
-    method = {"F8": "FP8", "F6": "FP6", "F4": "FP4"}.get(info.type[:2], "integer (GPTQ, AWQ, ...)")
-    raise ModelError(
-        f"{path} stores tensor {shown(info.name)} as {info.type}: it is quantised by an {method} "
-        "method that its config.json does not name, which is not supported. "
-        "Use the unquantised checkpoint (F32, F16 or BF16) or a GGUF file."
-    )
 
 
 def _why_no_weights(path: Path) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from polysilicon.errors import ModelError
-from polysilicon.weights.checkpoint import open_checkpoint
+from polysilicon.weights.checkpoint import (
+    SafetensorsCheckpoint,
+    open_checkpoint,
+    open_files,
+)
+from polysilicon.weights.encodings import Dense
+from polysilicon.weights.formats.format import LogicalTensor
+from polysilicon.weights.safetensors import SafetensorsDirectory
 
 VALUES = np.arange(4, dtype=np.float32)
 
@@ -104,6 +113,63 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(ModelError, match=expected):
             open_checkpoint(tmp_path / name)
+
+
+def test_a_gguf_file_takes_no_format_of_safetensors(tmp_path: Path, build: Any) -> None:
+    write_gguf(tmp_path / "model.gguf", build)
+    with pytest.raises(ModelError, match=r"is GGUF.*Leave --quantization 'gptq' out"):
+        open_checkpoint(tmp_path / "model.gguf", quantization="gptq")
+
+
+class Halves:
+    """A format that takes over what is called `.half`, and has the values doubled."""
+
+    name = "halves"
+    encodings: Mapping[str, str] = {"halves": "dense:f32"}
+
+    def recognizes(self, files: SafetensorsDirectory) -> bool:
+        return any(name.endswith(".half") for name in files.tensors)
+
+    def open(self, files: SafetensorsDirectory) -> Mapping[str, LogicalTensor]:
+        if not self.recognizes(files):
+            raise ModelError("nothing is halved. Choose another format.")
+        tensors = {}
+        for info in files.tensors.values():
+            name = info.name.removesuffix(".half")
+            tensors[name] = LogicalTensor(
+                info=dataclasses.replace(info, name=name, type="halves"),
+                read=lambda stored=info.name: Dense(array=files.array(stored) * 2),
+            )
+        return tensors
+
+
+def test_the_format_is_found_named_and_refused(tmp_path: Path) -> None:
+    added = (Halves(),)
+    write_safetensors(tmp_path)
+    with open_checkpoint(tmp_path, added=added) as checkpoint:
+        assert isinstance(checkpoint, SafetensorsCheckpoint)
+        assert checkpoint.quantization == "dense"
+        plain = checkpoint.fingerprint()
+    with pytest.raises(ModelError, match="nothing is halved"):
+        open_checkpoint(tmp_path, quantization="halves", added=added)
+    with pytest.raises(ModelError, match="'halfs' is not known: did you mean 'halves'"):
+        open_checkpoint(tmp_path, quantization="halfs", added=added)
+    save_file({"x.half": VALUES}, tmp_path / "model.safetensors")
+    # Nothing but the format of a plugin says that these tensors are no plain ones.
+    with pytest.raises(ModelError, match=r"looks like dense and halves.*--quantization dense"):
+        open_checkpoint(tmp_path, added=added)
+    with open_checkpoint(tmp_path, quantization="halves", added=added) as checkpoint:
+        assert list(checkpoint.tensors) == ["x"]
+        np.testing.assert_array_equal(checkpoint.weight("x").dequantize(), 2 * VALUES)
+        with pytest.raises(ModelError, match="no tensor 'y'"):
+            checkpoint.weight("y")
+        doubled = checkpoint.fingerprint()
+    with pytest.raises(ValueError, match="closed"):
+        checkpoint.weight("x")
+    with open_checkpoint(tmp_path, quantization="dense", added=added) as checkpoint:
+        assert len({plain, doubled, checkpoint.fingerprint()}) == 3
+    with open_files(tmp_path) as files:
+        assert isinstance(files, SafetensorsDirectory)
 
 
 def test_real_files_fingerprints_differ(smollm2_path: Path, gemma3_path: Path) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from polysilicon.errors import ModelError
-from polysilicon.weights.encodings import Dense, GroupAffine
+from polysilicon.weights.encodings import Dense, GroupAffine, GroupFloat
 from polysilicon.weights.files import TensorInfo
 from polysilicon.weights.gguf import GGUFFile
 
@@ -276,7 +276,7 @@ def test_other_architectures_norms_stay(tmp_path: Path, architecture: str) -> No
         np.testing.assert_array_equal(file.weight("output_norm.weight").dequantize(), normal(8))
 
 
-REFUSED = ["F64", "I8", "I16", "I32", "I64", "IQ4_NL", "IQ1_S", "TQ1_0", "MXFP4", "NVFP4", "Q8_K"]
+REFUSED = ["F64", "I8", "I16", "I32", "I64", "Q8_K"]
 
 
 @pytest.mark.parametrize("kind", REFUSED)
@@ -296,6 +296,99 @@ def test_types_without_an_encoding_are_refused_when_asked_for(tmp_path: Path, ki
         np.testing.assert_array_equal(file.weight("y").dequantize(), normal(3))
         with pytest.raises(ModelError, match=f"as {kind}, which is not supported.*Q4_K"):
             file.weight("x")
+
+
+def write_nvfp4(path: Path, factors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A matrix and a stack of 3, with `factors` beside them; returns their values without."""
+    kind = gguf.GGMLQuantizationType.NVFP4
+    generator = np.random.default_rng(5)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint32("llama.attention.head_count", 2)
+    values = {}
+    for name, rows in {"blk.0.attn_q.weight": (8,), "blk.0.ffn_up_exps.weight": (3, 8)}.items():
+        raw = generator.integers(0, 0x70, (*rows, 36), np.uint8)
+        values[name] = gguf.quants.dequantize(raw, kind)
+        writer.add_tensor(name, raw, raw_dtype=kind)
+    for name, array in factors.items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    values["blk.0.attn_q.weight"] = (
+        values["blk.0.attn_q.weight"].reshape(2, 2, 2, 64).swapaxes(1, 2).reshape(8, 64)
+    )
+    return values
+
+
+@pytest.mark.parametrize("experts", [[0.25, 2.0, -0.5], [4.0]])
+def test_factors_beside_weights_go_into_them(tmp_path: Path, experts: list[float]) -> None:
+    path = tmp_path / "a.gguf"
+    factors = {
+        "blk.0.attn_q.scale": np.array([0.375], np.float32),
+        "blk.0.ffn_up_exps.scale": np.array(experts, np.float32),
+        "blk.0.attn_q.input_scale": np.array([7], np.float32),
+    }
+    values = write_nvfp4(path, factors)
+    with GGUFFile(path) as file:
+        for name, expected in values.items():
+            factor = factors[name.replace("weight", "scale")]
+            weight = file.weight(name)
+            assert isinstance(weight, GroupFloat)
+            np.testing.assert_array_equal(
+                weight.dequantize(),
+                expected * factor.reshape(-1, *[1] * (expected.ndim - 1)),
+            )
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [np.ones(2, np.float32), np.ones(1, np.float16), np.array([np.nan], np.float32)],
+    ids=["two", "f16", "nan"],
+)
+def test_factors_that_cannot_be_are_refused(tmp_path: Path, factor: np.ndarray) -> None:
+    path = tmp_path / "a.gguf"
+    write_nvfp4(path, {"blk.0.attn_q.scale": factor})
+    with GGUFFile(path) as file, pytest.raises(ModelError, match=r"'blk\.0\.attn_q\.scale'"):
+        file.weight("blk.0.attn_q.weight")
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5])
+@pytest.mark.parametrize("kind", ["F16", "Q4_1", "Q8_0"])
+def test_a_factor_beside_any_type(tmp_path: Path, kind: str, factor: float) -> None:
+    tensors = {"blk.1.ffn_up.weight": (normal(3, 64), kind)}
+    write(tmp_path / "plain.gguf", tensors)
+    tensors["blk.1.ffn_up.scale"] = (np.array([factor], np.float32), "F32")
+    write(tmp_path / "a.gguf", tensors)
+    with GGUFFile(tmp_path / "plain.gguf") as plain, GGUFFile(tmp_path / "a.gguf") as file:
+        np.testing.assert_array_equal(
+            file.weight("blk.1.ffn_up.weight").dequantize(),
+            plain.weight("blk.1.ffn_up.weight").dequantize() * np.float32(factor),
+        )
+
+
+NAN, INFINITY = b"\0\x7e", b"\0\x7c"
+
+
+@pytest.mark.parametrize(
+    ("kind", "start", "number"),
+    [("Q4_0", 0, NAN), ("Q4_1", 2, INFINITY), ("Q6_K", 208, NAN), ("Q4_K", 2, NAN),
+     ("IQ4_NL", 0, INFINITY), ("IQ2_S", 0, NAN), ("IQ1_S", 0, NAN), ("MXFP4", 0, b"\xff")],
+)  # fmt: skip
+def test_scales_that_are_no_numbers_are_refused(
+    tmp_path: Path, kind: str, start: int, number: bytes
+) -> None:
+    type_ = gguf.GGMLQuantizationType[kind]
+    raw = np.zeros((2, 2 * gguf.GGML_QUANT_SIZES[type_][1]), np.uint8)
+    raw[1, start : start + len(number)] = np.frombuffer(number, np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "a.gguf", "qwen2")
+    writer.add_tensor("x", raw, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with GGUFFile(tmp_path / "a.gguf") as file, pytest.raises(ModelError, match="'x' has scales"):
+        file.weight("x")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import gguf
 import numpy as np
 import pytest
 
-from polysilicon.weights.encodings import Dense, GroupAffine, SuperScaled
+from polysilicon.weights.encodings import E8M0, Dense, GroupAffine, GroupFloat, SuperScaled
 from polysilicon.weights.gguf import GGUFFile
 from polysilicon.weights.gguf_blocks import (
     REMOVED_TYPES,
@@ -24,14 +24,26 @@ TYPES = {kind.name: kind for kind in TENSOR_TYPES.values()}
 HALVES = {
     "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0],
     "Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208],
+    "Q1_0": [0], "Q2_0": [0], "TQ1_0": [52], "TQ2_0": [64], "IQ4_NL": [0], "IQ4_XS": [0],
+    "IQ1_S": [0], "IQ1_M": [], "IQ2_XXS": [0], "IQ2_XS": [0], "IQ2_S": [0],
+    "IQ3_XXS": [0], "IQ3_S": [0], "MXFP4": [], "NVFP4": [],
+}  # fmt: skip
+# Bits an element of the types that grow: their codes name vectors or powers, not elements, or their
+# scales are single bytes of floats.
+GROWN = {
+    "Q1_0": 2.125, "TQ1_0": 2.0625, "IQ1_S": 2.46875, "IQ1_M": 3.3125, "IQ2_XXS": 3.21875,
+    "IQ2_XS": 3.375, "IQ2_S": 3.375, "IQ3_XXS": 4.21875, "IQ3_S": 4.21875, "MXFP4": 4.5,
+    "NVFP4": 5.0,
 }  # fmt: skip
 DENSE_TYPES = ("F32", "F16", "BF16")
 
 
 def assert_same_bits(values: np.ndarray, expected: np.ndarray) -> None:
+    """All bits but the signs of zeros: the package takes fp4's -0 for 0."""
     assert values.dtype == expected.dtype == np.float32
     assert values.shape == expected.shape
-    np.testing.assert_array_equal(values.view(np.uint32), expected.view(np.uint32))
+    assert not np.isnan(expected).any()
+    np.testing.assert_array_equal(values, expected)
 
 
 def random_blocks(kind: TensorType, shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -43,7 +55,27 @@ def random_blocks(kind: TensorType, shape: tuple[int, ...], seed: int) -> np.nda
         # An exponent of ones is infinity or NaN: clear one of its bits.
         halves[(halves & 0x7C00) == 0x7C00] &= 0xBFFF
         raw[..., start : start + 2] = halves[..., None].view(np.uint8)
+    if kind.name == "IQ1_M":
+        raw[..., 55] &= 0xBF  # the highest bit of the exponent
+    if kind.name == "MXFP4":
+        raw[..., 0] = generator.integers(0, 252, blocks)  # no overflow, no NaN
     return raw.reshape(*shape[:-1], -1)
+
+
+def dequantized(raw: np.ndarray, name: str) -> np.ndarray:
+    """What the package says, or for the types that it does not dequantise, ggml's own words."""
+    if name not in ("Q1_0", "Q2_0"):
+        return gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
+    kind, bits = TYPES[name], {"Q1_0": 1, "Q2_0": 2}[name]
+    values = []
+    for block in raw.reshape(-1, kind.size):
+        scale = np.float32(block[:2].view(np.float16)[0])
+        stream = int.from_bytes(block[2:].tobytes(), "little")
+        for index in range(kind.elements):
+            code = stream >> index * bits & ((1 << bits) - 1)
+            values.append(scale * np.float32(2 * code - 1 if bits == 1 else code - 1))
+    shape = (*raw.shape[:-1], raw.shape[-1] // kind.size * kind.elements)
+    return np.array(values, np.float32).reshape(shape)
 
 
 def test_types_are_those_of_the_gguf_package() -> None:
@@ -67,11 +99,11 @@ def test_random_blocks_equal_the_reference(name: str, rows: tuple[int, ...], blo
     shape = (*rows, blocks * kind.elements)
     raw = random_blocks(kind, shape, seed=len(rows) * 10 + blocks)
     weight = decode(raw.reshape(-1), kind, shape)
-    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
-    assert isinstance(weight, GroupAffine)
+    assert isinstance(weight, (GroupAffine, GroupFloat))
     assert weight.shape == shape
-    assert_same_bits(weight.dequantize(), expected)
-    assert weight.nbytes == raw.nbytes
+    assert_same_bits(weight.dequantize(), dequantized(raw, name))
+    bits = GROWN.get(name, kind.size * 8 / kind.elements)
+    assert weight.nbytes * 8 == bits * np.prod(shape)
 
 
 @pytest.mark.parametrize("name", HALVES)
@@ -79,17 +111,23 @@ def test_a_tensor_of_several_chunks_equals_the_reference(name: str) -> None:
     kind = TYPES[name]
     shape = (521, 1024)
     raw = random_blocks(kind, shape, seed=3)
-    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
-    assert_same_bits(decode(raw.reshape(-1), kind, shape).dequantize(), expected)
+    values = decode(raw.reshape(-1), kind, shape).dequantize()
+    if name in ("Q1_0", "Q2_0"):
+        rows = [0, 255, 256, 520]
+        raw, values = raw[rows], values[rows]
+    assert_same_bits(values, dequantized(raw, name))
 
 
-@pytest.mark.parametrize("name", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
-def test_k_quants_keep_their_scales_as_codes(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [("Q2_K", 4), ("Q3_K", 6), ("Q4_K", 6), ("Q5_K", 6), ("Q6_K", 8), ("IQ4_XS", 6), ("IQ2_S", 5),
+     ("IQ3_XXS", 5), ("IQ1_M", 4)],
+)  # fmt: skip
+def test_scales_that_are_codes_stay_so(name: str, bits: int) -> None:
     kind = TYPES[name]
     weight = decode(random_blocks(kind, (2, 512), 0).reshape(-1), kind, (2, 512))
-    assert isinstance(weight, GroupAffine)
+    assert isinstance(weight, (GroupAffine, GroupFloat))
     assert isinstance(weight.scale, SuperScaled)
-    bits = {"Q2_K": 4, "Q3_K": 6, "Q4_K": 6, "Q5_K": 6, "Q6_K": 8}[name]
     assert weight.scale.bits == bits
     assert weight.scale.scale.dtype == np.float16
 
@@ -105,6 +143,41 @@ def test_dense_types_are_views_and_equal_the_reference(name: str) -> None:
     assert_same_bits(
         weight.dequantize(), gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name])
     )
+
+
+def every_point(name: str) -> np.ndarray:
+    """A block for each point of a type's grid, all else zero but a scale of 1."""
+    kind = TYPES[name]
+    points = {"IQ1_S": 2048, "IQ1_M": 2048, "IQ2_XXS": 256, "IQ2_XS": 512, "IQ2_S": 1024,
+              "IQ3_XXS": 256, "IQ3_S": 512}[name]  # fmt: skip
+    raw = np.zeros((points, kind.size), np.uint8)
+    index = np.arange(points)
+    raw[:, 0 if name == "IQ1_M" else 2] = index & 255
+    # Where the bits above the first eight of the block's first index stand.
+    above = {"IQ1_S": 34, "IQ1_M": 32, "IQ2_XS": 3, "IQ2_S": 66, "IQ3_S": 66}.get(name)
+    if above is not None:
+        raw[:, above] = index >> 8
+    if name == "IQ1_M":
+        raw[:, 53], raw[:, 55] = 0xC0, 0x30  # the nibbles of 0x3C00
+    else:
+        raw[:, 1] = 0x3C
+    return raw
+
+
+@pytest.mark.parametrize(
+    "name", ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"]
+)
+def test_every_point_of_a_grid(name: str) -> None:
+    raw = every_point(name)
+    values = decode(raw.reshape(-1), TYPES[name], (len(raw), 256)).dequantize()
+    assert_same_bits(values, dequantized(raw, name))
+    assert len(np.unique(values, axis=0)) == len(raw)
+
+
+def test_scales_of_mxfp4_are_powers_of_two() -> None:
+    scales = E8M0.astype(np.float64)
+    assert (scales[:255] == 2.0 ** (np.arange(255) - 127)).all()
+    assert np.isnan(scales[255])
 
 
 def sample(file: GGUFFile, per_type: int, most_bytes: int) -> Iterator[str]:

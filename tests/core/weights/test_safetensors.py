@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from polysilicon.errors import ModelError
+from polysilicon.weights.checkpoint import open_checkpoint
 from polysilicon.weights.encodings import Dense
 from polysilicon.weights.files import TensorInfo
 from polysilicon.weights.safetensors import SafetensorsDirectory
@@ -163,30 +164,29 @@ def test_fingerprint_tells_models_apart_and_copies_not(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "method"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
-        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
-        ({"quantization_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"quantization_config": {"quant_method": "aqlm", "nbits_per_codebook": 16}}, "aqlm"),
+        ({"quantization_config": {"quant_method": "VPTQ"}}, "vptq"),
         ({"quantization_config": {"bits": 4}}, "unnamed method"),
         ({"quantization_config": 3}, "unnamed method"),
-        ({"quantization": {"group_size": 64, "bits": 4}}, "mlx"),
-        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "fp8"),
+        ({"quantization_config": {"quant_method": ["gptq"]}}, "unnamed method"),
+        ({"text_config": {"quantization_config": {"quant_method": "spqr"}}}, "spqr"),
     ],
 )
-def test_quantised_checkpoints_are_refused_by_method(
+def test_methods_that_no_format_reads_are_refused_by_name(
     tmp_path: Path, config: dict[str, Any], method: str
 ) -> None:
     save_file({"x": random(np.float32, 2)}, tmp_path / "model.safetensors")
     write_config(tmp_path, **config)
     with pytest.raises(ModelError, match=f"quantised with '{method}'.*unquantised"):
-        SafetensorsDirectory(tmp_path)
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "expected"),
     [
-        ("a.weight", ml_dtypes.float8_e4m3fn, "F8_E4M3.*FP8"),
-        ("a.qweight", np.int32, "I32.*GPTQ"),
-        ("a.weight_packed", np.uint8, "U8.*integer"),
+        ("a.weight", ml_dtypes.float8_e4m3fn, "F8_E4M3"),
+        ("a.qweight", np.int32, "I32"),
+        ("a.weight_packed", np.uint8, "U8"),
     ],
 )
 def test_codes_that_the_config_does_not_name_are_refused(
@@ -197,7 +197,62 @@ def test_codes_that_the_config_does_not_name_are_refused(
     content = raw_file({name: entry(type_name, [4], [0, size])}, bytes(size))
     (tmp_path / "model.safetensors").write_bytes(content)
     write_config(tmp_path)
-    with pytest.raises(ModelError, match=expected):
+    for quantization in ("auto", "dense"):
+        with pytest.raises(ModelError, match=f"'{name}' as {expected}.*quantised"):
+            open_checkpoint(tmp_path, quantization=quantization)
+
+
+def test_stored_tensors_come_in_their_own_dtype(tmp_path: Path) -> None:
+    """Every type of the format that NumPy or ml_dtypes has, and F4 as pairs."""
+    dtypes: dict[str, Any] = {
+        "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
+        "C64": np.complex64, "BOOL": np.uint8, "I64": np.int64, "I32": np.int32, "I16": np.int16,
+        "I8": np.int8, "U64": np.uint64, "U32": np.uint32, "U16": np.uint16, "U8": np.uint8,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu, "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+        "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+    }  # fmt: skip
+    header, data = {}, b""
+    for name, dtype in dtypes.items():
+        part = np.arange(6).astype(dtype).tobytes()
+        header[name] = entry(name, [2, 3], [len(data), len(data) + len(part)])
+        data += part
+    header["F4"] = entry("F4", [2, 4], [len(data), len(data) + 4])
+    header["F4 odd"] = entry("F4", [4, 1], [len(data) + 4, len(data) + 6])
+    header["F6"] = entry("F6_E2M3", [4], [len(data) + 6, len(data) + 9])
+    (tmp_path / "model.safetensors").write_bytes(raw_file(header, data + bytes(range(9))))
+    write_config(tmp_path)
+    with SafetensorsDirectory(tmp_path) as directory:
+        for name, dtype in dtypes.items():
+            array = directory.array(name)
+            assert array.dtype == dtype
+            assert not array.flags.writeable
+            assert array.shape == (2, 3)
+            assert array.tobytes() == np.arange(6).astype(dtype).tobytes()
+        np.testing.assert_array_equal(directory.array("F4"), [[0, 1], [2, 3]])
+        for name in ("F4 odd", "F6"):
+            with pytest.raises(ModelError, match=f"'{name}' as F.*not supported"):
+                directory.array(name)
+    with pytest.raises(ValueError, match="closed"):
+        directory.array("F32")
+
+
+def test_sidecars_and_metadata(tmp_path: Path) -> None:
+    def fingerprint() -> str:
+        with SafetensorsDirectory(tmp_path) as directory:
+            return directory.fingerprint()
+
+    content = {"__metadata__": {"format": "pt", "wrong": 3}, "x": entry("F32", [1], [0, 4])}
+    (tmp_path / "model.safetensors").write_bytes(raw_file(content, bytes(4)))
+    write_config(tmp_path)
+    without = fingerprint()
+    (tmp_path / "quantize_config.json").write_text('{"bits": 4}')
+    with SafetensorsDirectory(tmp_path) as directory:
+        assert directory.sidecars == {"quantize_config.json": {"bits": 4}}
+        assert directory.metadata == {"format": "pt"}
+    assert fingerprint() != without
+    (tmp_path / "quantize_config.json").write_text("[")
+    with pytest.raises(ModelError, match=r"quantize_config\.json is no valid JSON"):
         SafetensorsDirectory(tmp_path)
 
 

@@ -1,0 +1,1 @@
+"""Readers of quantised safetensors checkpoints, one file a format."""

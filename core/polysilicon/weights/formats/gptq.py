@@ -1,0 +1,219 @@
+"""GPTQ checkpoints, as AutoGPTQ and GPTQModel write them.
+
+A linear of K inputs and N outputs is stored as int32 words, lowest bit first: `qweight`
+`[K * bits / 32, N]`, each column a stream of the K codes of one output; `qzeros`
+`[G, N * bits / 32]`, each row a stream of N zero points; `scales` `[G, N]`; and `g_idx` `[K]`, the
+group of each input. An element is `scale * (code - zero)`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+
+import numpy as np
+
+from polysilicon.errors import ModelError
+from polysilicon.weights.encodings import Array, Weight, pack_codes, unpack_codes
+from polysilicon.weights.files import TensorInfo, shown
+from polysilicon.weights.formats.affine import (
+    LEAST_GROUP,
+    fitting_group,
+    order_by_group,
+    zero_point_weight,
+)
+from polysilicon.weights.formats.checks import SCALE_TYPES, finite, refuse, stored
+from polysilicon.weights.formats.dense import as_stored
+from polysilicon.weights.formats.format import LogicalTensor
+from polysilicon.weights.formats.settings import Settings, expect_method, stated_settings
+from polysilicon.weights.safetensors import SafetensorsDirectory
+
+_BITS = (2, 3, 4, 8)
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
+_LAYOUTS = {"gptq": "gptq", "": "gptq", "gptq_v2": "gptq_v2"}
+_METHODS = frozenset({"gptq", "gptq_v2"})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Module:
+    """One linear. groups: how many a row has."""
+
+    name: str
+    bits: int
+    rows: int
+    columns: int
+    groups: int
+    has_order: bool
+
+
+class GPTQFormat:
+    """stored_less: what zero points are less than meant: 1 in `gptq`, 0 in `gptq_v2`."""
+
+    def __init__(self, name: str, *, stored_less: int) -> None:
+        self.name = name
+        self.encodings: Mapping[str, str] = {
+            f"{name}:{bits}": f"affine:{bits}/128" for bits in _BITS
+        }
+        self._stored_less = stored_less
+
+    def recognizes(self, files: SafetensorsDirectory) -> bool:
+        settings = stated_settings(files)
+        if settings is None or settings.method not in _METHODS:
+            return False
+        try:
+            layout = _layout(settings)
+        except ModelError:
+            layout = ""
+        # What nobody reads is refused by `gptq`.
+        return _LAYOUTS.get(layout, "gptq") == self.name
+
+    def open(self, files: SafetensorsDirectory) -> Mapping[str, LogicalTensor]:
+        settings = expect_method(files, self.name, _METHODS)
+        if settings is not None:
+            _check_layout(settings)
+        names = [n.removesuffix(".qweight") for n in files.tensors if n.endswith(".qweight")]
+        if not names:
+            raise ModelError(
+                f"{files.path} has no tensor NAME.qweight, which {self.name} stores. "
+                "Leave --quantization out, so that the format is found from the files."
+            )
+        modules = [_module(files, name, settings) for name in names]
+        parts = {f"{name}.{part}" for name in names for part in _PARTS}
+        tensors = as_stored(files, (name for name in files.tensors if name not in parts))
+        for module in modules:
+            info = self._info(files, module)
+            if info.name in tensors:
+                raise refuse(files, info.name, "is stored both plain and quantised")
+            tensors[info.name] = LogicalTensor(
+                info=info, read=functools.partial(self._read, files, module)
+            )
+        return tensors
+
+    def _info(self, files: SafetensorsDirectory, module: _Module) -> TensorInfo:
+        parts = (f"{module.name}.{part}" for part in _PARTS)
+        return TensorInfo(
+            name=f"{module.name}.weight",
+            type=f"{self.name}:{module.bits}",
+            shape=(module.rows, module.columns),
+            nbytes=sum(files.tensors[part].nbytes for part in parts if part in files.tensors),
+        )
+
+    def _read(self, files: SafetensorsDirectory, module: _Module) -> Weight:
+        words = files.array(f"{module.name}.qweight")
+        codes = np.ascontiguousarray(words.T).view(np.uint8)
+        group = module.columns // module.groups
+        order = (
+            order_by_group(files, f"{module.name}.g_idx", module.groups)
+            if module.has_order
+            else None
+        )
+        if order is not None:
+            codes = unpack_codes(codes, module.bits, module.columns)
+            codes = pack_codes(codes.take(order, axis=1), module.bits)
+        scale = finite(files, f"{module.name}.scales")
+        return zero_point_weight(
+            shape=(module.rows, module.columns),
+            bits=module.bits,
+            group=group,
+            codes=codes,
+            scale=np.ascontiguousarray(scale.T),
+            zeros=np.ascontiguousarray(self._zeros(files, module).T),
+            input_order=order,
+        )
+
+    def _zeros(self, files: SafetensorsDirectory, module: _Module) -> Array:
+        """Integers `[G, N]`."""
+        words = files.array(f"{module.name}.qzeros")
+        bits, less = module.bits, self._stored_less
+        if 32 % bits == 0:
+            # The writers subtract from whole words, so that what a zero point of 0 borrows of its
+            # neighbour is given back only by adding to whole words.
+            ones = sum(less << shift for shift in range(0, 32, bits))
+            words = words.view(np.uint32) + np.uint32(ones)
+            less = 0
+        zeros = unpack_codes(words.view(np.uint8), bits, module.rows)
+        return (zeros + np.uint8(less)) & np.uint8((1 << bits) - 1)
+
+
+def _layout(settings: Settings) -> str:
+    """What the config calls the layout, in lower case; empty where it does not."""
+    fields = settings.fields
+    for name in ("checkpoint_format", "format"):
+        if fields.has(name):
+            return fields.text(name).lower()
+    return "marlin" if fields.flag("is_marlin_format", default=False) else ""
+
+
+def _check_layout(settings: Settings) -> None:
+    layout = _layout(settings)
+    if layout not in _LAYOUTS:
+        raise ModelError(
+            f"{settings.fields.source} says that weights are laid out as {shown(layout)}, which is "
+            "not supported. Use the checkpoint in the gptq or gptq_v2 layout."
+        )
+
+
+def _module(files: SafetensorsDirectory, name: str, settings: Settings | None) -> _Module:
+    """One linear, held against the config: its bits and its group size follow from the shapes."""
+    words, rows = stored(files, f"{name}.qweight", types=("I32",), shape=(None, None)).shape
+    has_order = f"{name}.g_idx" in files.tensors
+    if has_order:
+        (columns,) = stored(files, f"{name}.g_idx", types=("I32", "I64"), shape=(None,)).shape
+        bits, rest = divmod(words * 32, columns)
+    else:
+        bits, rest = _stated_bits(files, name, settings), 0
+        columns, rest = divmod(words * 32, bits)
+    if rest or bits not in _BITS:
+        raise refuse(
+            files,
+            f"{name}.qweight",
+            f"has {words} words a column, which are not codes of 2, 3, 4 or 8 bits of {columns} "
+            "inputs",
+        )
+    if rows * bits % 32:
+        raise refuse(
+            files, f"{name}.qweight", f"has {rows} outputs, not whole words of zero points"
+        )
+    groups, _ = stored(files, f"{name}.scales", types=SCALE_TYPES, shape=(None, rows)).shape
+    stored(files, f"{name}.qzeros", types=("I32",), shape=(groups, rows * bits // 32))
+    if columns % groups:
+        raise refuse(files, f"{name}.scales", f"has {groups} groups for {columns} inputs")
+    group = columns // groups
+    if fitting_group(columns, group) is None:
+        raise refuse(
+            files, f"{name}.scales", f"has groups of {group}; at least {LEAST_GROUP} are read"
+        )
+    if settings is not None:
+        _check_stated(files, name, settings, bits, columns, group)
+    return _Module(
+        name=name, bits=bits, rows=rows, columns=columns, groups=groups, has_order=has_order
+    )
+
+
+def _stated_bits(files: SafetensorsDirectory, name: str, settings: Settings | None) -> int:
+    if settings is None:
+        raise ModelError(
+            f"{files.path} says nowhere how many bits {shown(name)} has: neither in config.json "
+            f"nor by a tensor {shown(f'{name}.g_idx')}. Use a checkpoint with its "
+            "quantization_config."
+        )
+    return settings.fields.integer("bits", low=2, high=8)
+
+
+def _check_stated(
+    files: SafetensorsDirectory, name: str, settings: Settings, bits: int, columns: int, group: int
+) -> None:
+    """Hold a module against the config, unless that says otherwise of single modules."""
+    fields = settings.fields
+    if fields.has("dynamic") and not fields.section("dynamic").empty:
+        return
+    stated = fields.integer("bits", low=1, high=64, default=bits)
+    size = fields.integer("group_size", low=-1, default=group)
+    if (stated, size if size > 0 else columns) != (bits, group):
+        raise refuse(
+            files,
+            f"{name}.qweight",
+            f"has {bits} bits and groups of {group}, but {fields.source} says {stated} bits and "
+            f"groups of {size}",
+        )
