@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from polysilicon.backend import Handle
 from polysilicon.models.config import ModelConfig
 from polysilicon.models.fields import Fields
 from polysilicon.models.model import Model
+from polysilicon.models.names import TensorNames
 from polysilicon.weights.checkpoint import Checkpoint
+from polysilicon.weights.encodings import Float32
 
 
 class Weights(Protocol):
@@ -19,27 +21,18 @@ class Weights(Protocol):
     def matrix(self, *keys: str) -> Handle:
         """Place matrices `[N_i, K]`, fused into one product."""
 
+    def stack(self, *keys: str) -> Handle:
+        """Place stacks `[E, N_i, K]` of expert matrices, fused; a matrix is a stack of one."""
+
     def vector(self, *keys: str, offset: float = 0.0) -> Handle:
         """Place vectors `[N_i]`, concatenated, with `offset` added to every element."""
 
+    def expert_bias(self, *keys: str) -> Handle:
+        """Place biases `[E, N_i]` of experts as one matrix `[E, sum of N_i]`."""
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TensorNames:
-    """How one kind of checkpoint names a family's modules.
-
-    modules: name in the file by the family's own name, without `.weight` or `.bias`; of a layer's
-    modules the own name is `layers.q` and the file's has `{layer}` in it.
-    """
-
-    modules: Mapping[str, str]
-
-    def of(self, key: str) -> str:
-        """The tensor of a key such as `embedding.weight` or `layers.3.q.bias`."""
-        module, _, kind = key.rpartition(".")
-        if not module.startswith("layers."):
-            return f"{self.modules[module]}.{kind}"
-        _, layer, name = module.split(".")
-        return f"{self.modules[f'layers.{name}'].format(layer=layer)}.{kind}"
+    def computed(self, compute: Callable[..., Sequence[Float32]], *keys: str) -> Handle:
+        """Place matrices that `compute` makes of the values of keys, fused: float32 where one of
+        them is stored so, else in 16 bits."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

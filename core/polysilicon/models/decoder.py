@@ -1,41 +1,50 @@
-"""The decoder-only transformer that the Llama and Gemma families share."""
+"""The decoder-only transformer that all families share; blocks differ by `ModelConfig`."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from polysilicon.backend import AdapterPool, AdapterTarget, Handle, KVPool
 from polysilicon.batch import Batch
 from polysilicon.models.architecture import Weights
+from polysilicon.models.attention import SelfAttention, attention_shapes
+from polysilicon.models.blocks import Linear, Norm, Step
 from polysilicon.models.config import ModelConfig
+from polysilicon.models.feed_forward import (
+    FeedForward,
+    feed_forward_shapes,
+    place_feed_forward,
+)
 from polysilicon.models.model import Model
-from polysilicon.ops import AdapterRef, ModelOutputs, Normalization, Ops, Value
+from polysilicon.ops import ModelOutputs, Ops, Value
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention(Protocol):
+    """One layer's attention, from the normed hidden states to what is added to them."""
+
+    def linears(self) -> Sequence[Linear]: ...
+
+    def __call__(self, step: Step, x: Value, pool: KVPool) -> Value: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Layer:
-    """One layer's weights. post_attention_norm and post_ffn_norm: Gemma's norms of a block's
-    output."""
+    """One layer: its blocks, and norms of what goes into them and of what comes out of them."""
 
-    attention_norm: Handle
-    qkv: Handle
-    qkv_bias: Handle | None
-    q_norm: Normalization | None
-    k_norm: Normalization | None
-    o: Handle
-    o_bias: Handle | None
-    post_attention_norm: Handle | None
-    ffn_norm: Handle
-    gate_up: Handle
-    gate_up_bias: Handle | None
-    down: Handle
-    down_bias: Handle | None
-    post_ffn_norm: Handle | None
+    attention_norm: Norm | None
+    attention: Attention
+    post_attention_norm: Norm | None
+    ffn_norm: Norm | None
+    feed_forward: FeedForward
+    post_ffn_norm: Norm | None
 
 
 class DecoderModel(Model):
-    """Pre-norm transformer with gated feed-forward blocks, as `ModelConfig` describes it."""
+    """Layers of attention and feed-forward blocks around a residual stream."""
 
     def __init__(
         self,
@@ -43,7 +52,7 @@ class DecoderModel(Model):
         *,
         embedding: Handle,
         head: Handle,
-        final_norm: Handle,
+        final_norm: Norm,
         layers: Sequence[Layer],
     ) -> None:
         self.config = config
@@ -55,19 +64,11 @@ class DecoderModel(Model):
         self._adapters: AdapterPool | None = None
 
     def adapter_targets(self) -> Mapping[str, AdapterTarget]:
-        config = self.config
-        query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
-        hidden, inner = config.hidden_size, config.intermediate_size
-        targets = {
-            "qkv": AdapterTarget(inputs=hidden, outputs=(query, key, key)),
-            "o": AdapterTarget(inputs=query, outputs=(hidden,)),
-            "gate_up": AdapterTarget(inputs=hidden, outputs=(inner, inner)),
-            "down": AdapterTarget(inputs=inner, outputs=(hidden,)),
-        }
         return {
-            f"layers.{layer}.{name}": target
-            for layer in range(config.layers)
-            for name, target in targets.items()
+            linear.target: linear.adapter_target()
+            for layer in self._layers
+            for linear in (*layer.attention.linears(), *layer.feed_forward.linears())
+            if linear.target is not None
         }
 
     def bind(self, pools: Sequence[KVPool], adapters: AdapterPool | None = None) -> None:
@@ -79,156 +80,119 @@ class DecoderModel(Model):
     def forward(self, ops: Ops, batch: Batch) -> ModelOutputs:
         hidden = self._layer_states(ops, batch)
         # Only the rows whose logits are wanted go through the last norm and the head.
-        x, _ = self._norm(ops, ops.select(hidden[-1], batch.logit_rows), self._final_norm)
+        x, _ = self._final_norm(ops, ops.select(hidden[-1], batch.logit_rows))
         return ModelOutputs(logits=self._logits(ops, x), hidden=hidden)
 
     def forward_hidden(self, ops: Ops, batch: Batch) -> ModelOutputs:
         hidden = self._layer_states(ops, batch)
-        x, _ = self._norm(ops, hidden[-1], self._final_norm)
+        x, _ = self._final_norm(ops, hidden[-1])
         logits = self._logits(ops, ops.select(x, batch.logit_rows))
         return ModelOutputs(logits=logits, hidden=[*hidden, x])
 
     def _layer_states(self, ops: Ops, batch: Batch) -> list[Value]:
         """The residual stream after each layer."""
         config, layers = self.config, self._layers
+        step = Step(ops=ops, batch=batch, adapters=self._adapters)
         residual = ops.embed(self._embedding, batch.tokens)
         if config.embedding_scale is not None:
             residual = ops.scale(residual, config.embedding_scale)
-        x, residual = self._norm(ops, residual, layers[0].attention_norm)
+        x = residual
+        if layers[0].attention_norm is not None:
+            x, residual = layers[0].attention_norm(ops, residual)
         hidden = []
         for index, layer in enumerate(layers):
-            x = self._attention(ops, batch, index, layer, x)
-            if layer.post_attention_norm is not None:
-                x, _ = self._norm(ops, x, layer.post_attention_norm)
-            x, residual = self._norm(ops, x, layer.ffn_norm, residual)
-            x = self._feed_forward(ops, batch, index, layer, x)
-            if layer.post_ffn_norm is not None:
-                x, _ = self._norm(ops, x, layer.post_ffn_norm)
-            if index + 1 < len(layers):
-                x, residual = self._norm(ops, x, layers[index + 1].attention_norm, residual)
-            else:
-                residual = ops.add(x, residual)
+            x = layer.attention(step, x, self._pools[index])
+            x = self._scaled(ops, x, layer.post_attention_norm)
+            x, residual = _joined(ops, x, residual, layer.ffn_norm)
+            x = layer.feed_forward(step, x)
+            x = self._scaled(ops, x, layer.post_ffn_norm)
+            last = index + 1 == len(layers)
+            x, residual = _joined(
+                ops, x, residual, None if last else layers[index + 1].attention_norm
+            )
             hidden.append(residual)
         return hidden
 
+    def _scaled(self, ops: Ops, x: Value, norm: Norm | None) -> Value:
+        """What a block adds to the residual stream, from what comes out of it."""
+        if norm is not None:
+            x, _ = norm(ops, x)
+        if self.config.residual_scale is not None:
+            x = ops.scale(x, self.config.residual_scale)
+        return x
+
     def _logits(self, ops: Ops, x: Value) -> Value:
         (logits,) = ops.linear(x, self._head)
+        if self.config.logit_scale is not None:
+            logits = ops.scale(logits, self.config.logit_scale)
         if self.config.final_softcap is not None:
             logits = ops.softcap(logits, self.config.final_softcap)
         return logits
 
-    def _attention(self, ops: Ops, batch: Batch, index: int, layer: Layer, x: Value) -> Value:
-        config = self.config
-        q, k, v = self._linear(ops, batch, x, layer.qkv, layer.qkv_bias, f"layers.{index}.qkv")
-        x = ops.attention(
-            q,
-            k,
-            v,
-            batch=batch,
-            pool=self._pools[index],
-            layer=index,
-            heads=config.heads,
-            scale=config.attention_scale,
-            rope=config.ropes[index],
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            softcap=config.attention_softcap,
-        )
-        (x,) = self._linear(ops, batch, x, layer.o, layer.o_bias, f"layers.{index}.o")
-        return x
 
-    def _feed_forward(self, ops: Ops, batch: Batch, index: int, layer: Layer, x: Value) -> Value:
-        target = f"layers.{index}.gate_up"
-        gate, up = self._linear(ops, batch, x, layer.gate_up, layer.gate_up_bias, target)
-        x = ops.gated_act(gate, up, self.config.activation)
-        (x,) = self._linear(ops, batch, x, layer.down, layer.down_bias, f"layers.{index}.down")
-        return x
-
-    def _linear(
-        self, ops: Ops, batch: Batch, x: Value, weight: Handle, bias: Handle | None, target: str
-    ) -> tuple[Value, ...]:
-        if self._adapters is None:
-            return ops.linear(x, weight, bias=bias)
-        adapters = AdapterRef(pool=self._adapters, target=target)
-        return ops.linear(x, weight, bias=bias, adapters=adapters, batch=batch)
-
-    def _norm(
-        self, ops: Ops, x: Value, weight: Handle, residual: Value | None = None
-    ) -> tuple[Value, Value]:
-        return ops.rms_norm(x, weight, eps=self.config.norm_eps, residual=residual)
+def _joined(ops: Ops, x: Value, residual: Value, norm: Norm | None) -> tuple[Value, Value]:
+    """`x + residual` as the next block takes it, normed where there is a norm, and as it is."""
+    if norm is not None:
+        return norm(ops, x, residual)
+    total = ops.add(x, residual)
+    return total, total
 
 
-def decoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors that a `DecoderModel` of this config is built from."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    query, key = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "embedding.weight": (config.vocab_size, hidden),
-        "final_norm.weight": (hidden,),
-    }
+def decoder_shapes(
+    config: ModelConfig, attention: Callable[[ModelConfig, int], Shapes] = attention_shapes
+) -> dict[str, tuple[int, ...]]:
+    """The tensors that a `DecoderModel` of this config is built from. attention: those of one
+    layer's."""
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (config.vocab_size, hidden)}
     if not config.tied_head:
         shapes["head.weight"] = (config.vocab_size, hidden)
-    matrices = {
-        "q": (query, hidden, config.qkv_bias),
-        "k": (key, hidden, config.qkv_bias),
-        "v": (key, hidden, config.qkv_bias),
-        "o": (hidden, query, config.o_bias),
-        "gate": (inner, hidden, config.mlp_bias),
-        "up": (inner, hidden, config.mlp_bias),
-        "down": (hidden, inner, config.mlp_bias),
-    }
-    norms = {"attention_norm": hidden, "ffn_norm": hidden}
-    if config.post_norms:
-        norms |= {"post_attention_norm": hidden, "post_ffn_norm": hidden}
-    if config.qk_norm:
-        norms |= {"q_norm": config.head_dim, "k_norm": config.head_dim}
+    norms = ["final_norm"]
     for layer in range(config.layers):
-        for name, size in norms.items():
-            shapes[f"layers.{layer}.{name}.weight"] = (size,)
-        for name, (rows, columns, biased) in matrices.items():
-            shapes[f"layers.{layer}.{name}.weight"] = (rows, columns)
-            if biased:
-                shapes[f"layers.{layer}.{name}.bias"] = (rows,)
+        shapes |= attention(config, layer)
+        shapes |= feed_forward_shapes(config, layer)
+        norms += [f"layers.{layer}.{name}" for name in _layer_norms(config)]
+    for norm in norms:
+        shapes[f"{norm}.weight"] = (hidden,)
+        if config.layer_norms:
+            shapes[f"{norm}.bias"] = (hidden,)
     return shapes
 
 
-def build_decoder(config: ModelConfig, weights: Weights) -> DecoderModel:
-    """Place all weights of a `DecoderModel`: q, k, v fused, and gate and up."""
-    offset = 1.0 if config.unit_offset_norms else 0.0
+def _layer_norms(config: ModelConfig) -> list[str]:
+    return [
+        *(("attention_norm", "ffn_norm") if config.pre_norms else ()),
+        *(("post_attention_norm", "post_ffn_norm") if config.post_norms else ()),
+    ]
 
-    def norm(key: str) -> Handle:
-        return weights.vector(f"{key}.weight", offset=offset)
 
-    def bias(wanted: bool, *keys: str) -> Handle | None:
-        return weights.vector(*(f"{key}.bias" for key in keys)) if wanted else None
+def build_decoder(
+    config: ModelConfig,
+    weights: Weights,
+    attention: Callable[[ModelConfig, Weights, int], Attention] = SelfAttention,
+) -> DecoderModel:
+    """Place all weights of a `DecoderModel`. attention: places one layer's."""
+
+    def norm(key: str) -> Norm:
+        return Norm(
+            weight=weights.vector(f"{key}.weight", offset=1.0 if config.unit_offset_norms else 0.0),
+            bias=weights.vector(f"{key}.bias") if config.layer_norms else None,
+            centred=config.layer_norms,
+            eps=config.norm_eps,
+        )
 
     embedding = weights.matrix("embedding.weight")
     layers = []
     for index in range(config.layers):
-        at = f"layers.{index}"
-        qkv, gate_up = [f"{at}.{part}" for part in "qkv"], [f"{at}.gate", f"{at}.up"]
-        head_norms = [
-            Normalization(weight=norm(f"{at}.{name}"), eps=config.norm_eps)
-            for name in (("q_norm", "k_norm") if config.qk_norm else ())
-        ]
+        norms = {name: norm(f"layers.{index}.{name}") for name in _layer_norms(config)}
         layers.append(
             Layer(
-                attention_norm=norm(f"{at}.attention_norm"),
-                qkv=weights.matrix(*(f"{key}.weight" for key in qkv)),
-                qkv_bias=bias(config.qkv_bias, *qkv),
-                q_norm=head_norms[0] if config.qk_norm else None,
-                k_norm=head_norms[1] if config.qk_norm else None,
-                o=weights.matrix(f"{at}.o.weight"),
-                o_bias=bias(config.o_bias, f"{at}.o"),
-                post_attention_norm=norm(f"{at}.post_attention_norm")
-                if config.post_norms
-                else None,
-                ffn_norm=norm(f"{at}.ffn_norm"),
-                gate_up=weights.matrix(*(f"{key}.weight" for key in gate_up)),
-                gate_up_bias=bias(config.mlp_bias, *gate_up),
-                down=weights.matrix(f"{at}.down.weight"),
-                down_bias=bias(config.mlp_bias, f"{at}.down"),
-                post_ffn_norm=norm(f"{at}.post_ffn_norm") if config.post_norms else None,
+                attention_norm=norms.get("attention_norm"),
+                attention=attention(config, weights, index),
+                post_attention_norm=norms.get("post_attention_norm"),
+                ffn_norm=norms.get("ffn_norm"),
+                feed_forward=place_feed_forward(config, weights, index),
+                post_ffn_norm=norms.get("post_ffn_norm"),
             )
         )
     return DecoderModel(

@@ -10,11 +10,12 @@ import dataclasses
 import math
 
 from polysilicon.models import gguf_config, hf_config
-from polysilicon.models.architecture import Architecture, TensorNames
+from polysilicon.models.architecture import Architecture
 from polysilicon.models.config import ModelConfig
 from polysilicon.models.decoder import build_decoder, decoder_shapes
 from polysilicon.models.fields import Fields
 from polysilicon.models.llama import GGUF_NAMES, HF_NAMES
+from polysilicon.models.names import TensorNames
 from polysilicon.models.rope import as_rope, base_frequencies
 from polysilicon.ops import Rope
 from polysilicon.weights.checkpoint import Checkpoint
@@ -174,18 +175,12 @@ def _cap(fields: Fields, name: str, default: float = 0.0) -> float | None:
     return fields.number(name, low=0.0, high=1e6, default=default) or None
 
 
-def _window(fields: Fields, prefix: str, default: int) -> int | None:
-    """The sliding window; 0 means none."""
-    name = f"{prefix}.attention.sliding_window"
-    return fields.integer(name, low=0, high=hf_config.MAX_POSITIONS, default=default) or None
-
-
 def _read_gemma2_gguf(
     fields: Fields, checkpoint: Checkpoint, max_length: int | None
 ) -> ModelConfig:
     config = _read_gguf(fields, checkpoint, "gemma2", max_length, _GEMMA2_27B_LAYERS)
     prefix = fields.text("general.architecture")
-    window = _window(fields, prefix, default=4096)
+    window = gguf_config.read_window(fields, default=4096)
     sliding = gguf_config.sliding_layers(fields, prefix, config.layers, period=2)
     return dataclasses.replace(
         config,
@@ -203,7 +198,7 @@ def _read_gemma3_gguf(
     config = dataclasses.replace(
         config, qk_norm=True, final_softcap=_cap(fields, f"{prefix}.final_logit_softcapping", 0.0)
     )
-    window = _window(fields, prefix, default=0)
+    window = gguf_config.read_window(fields)
     if window is None:
         return config
     sliding = gguf_config.sliding_layers(fields, prefix, config.layers, period=6)

@@ -8,9 +8,15 @@ from __future__ import annotations
 import numpy as np
 
 from polysilicon.errors import ModelError
-from polysilicon.models.config import ModelConfig
+from polysilicon.models.config import Experts, ModelConfig
 from polysilicon.models.fields import Fields
-from polysilicon.models.hf_config import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_POSITIONS
+from polysilicon.models.hf_config import (
+    MAX_EXPERTS,
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+)
 from polysilicon.models.rope import Frequencies, Yarn, as_rope, base_frequencies, yarn_magnitude
 from polysilicon.ops import Rope
 from polysilicon.weights.checkpoint import Checkpoint
@@ -25,11 +31,14 @@ def read_decoder(
     max_length: int | None,
     *,
     activation: str,
+    norm_eps: str = "layer_norm_rms_epsilon",
+    truncate: bool = True,
 ) -> ModelConfig:
-    """What metadata and tensors say of any of the families: full attention, one rope.
+    """What metadata and tensors say of any of the families: full attention, one rope, no experts.
 
     Biases and an untied head are there when their tensors are. Families replace what differs.
-    max_length: the context to load for; the trained one where it is None.
+    max_length: the context to load for; the trained one where it is None. norm_eps: the key of the
+    norms' epsilon. truncate: as in `Yarn`.
     """
     prefix = fields.text("general.architecture")
     hidden_size = fields.integer(f"{prefix}.embedding_length")
@@ -50,15 +59,17 @@ def read_decoder(
     fields.integer(
         f"{prefix}.attention.value_length", low=head_dim, high=head_dim, default=head_dim
     )
-    if fields.integer(f"{prefix}.expert_count", low=0, default=0):
-        raise fields.refuse(
-            f"{prefix}.expert_count", "0, as mixtures of experts are not supported yet"
-        )
     positions = fields.integer(f"{prefix}.context_length", high=MAX_POSITIONS)
     trained = _trained_context(fields, prefix, positions)
     length = trained if max_length is None else max_length
     rope = read_rope(
-        fields, checkpoint, prefix, head_dim=head_dim, positions=positions, max_length=length
+        fields,
+        checkpoint,
+        prefix,
+        head_dim=head_dim,
+        positions=positions,
+        max_length=length,
+        truncate=truncate,
     )
     tensors = checkpoint.tensors
     return ModelConfig(
@@ -70,7 +81,7 @@ def read_decoder(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=fields.number(f"{prefix}.attention.layer_norm_rms_epsilon", high=1.0),
+        norm_eps=fields.number(f"{prefix}.attention.{norm_eps}", high=1.0),
         activation=activation,
         max_position=trained,
         max_length=length,
@@ -118,11 +129,13 @@ def read_rope(
     head_dim: int,
     positions: int,
     max_length: int,
+    truncate: bool = True,
 ) -> Rope:
     """The rope of the metadata and of the tensors of per-frequency factors, as llama.cpp has it.
 
     Llama 3's scaling comes as `rope_freqs.weight`, LongRoPE's as two such tensors, between which
     `max_length` decides. Every factor divides its frequency, before the scaling of `rope.scaling`.
+    truncate: as in `Yarn`; the metadata does not say it.
     """
     name = f"{prefix}.rope.dimension_count"
     dim = fields.integer(name, high=head_dim, default=head_dim)
@@ -158,6 +171,7 @@ def read_rope(
         original=original,
         beta_fast=fields.number(f"{scaling}.yarn_beta_fast", low=1e-6, high=1e6, default=32.0),
         beta_slow=fields.number(f"{scaling}.yarn_beta_slow", low=1e-6, high=1e6, default=1.0),
+        truncate=truncate,
     )
     if fields.has(f"{scaling}.yarn_attn_factor"):
         # The converter copies transformers' attention_factor here, which is the whole magnitude.
@@ -182,6 +196,27 @@ def _factors(checkpoint: Checkpoint, name: str, count: int) -> Frequencies:
             "Download the file again."
         )
     return factors
+
+
+def read_window(fields: Fields, default: int = 0) -> int | None:
+    """The sliding window, in tokens; 0 means none."""
+    name = f"{fields.text('general.architecture')}.attention.sliding_window"
+    return fields.integer(name, low=0, high=MAX_POSITIONS, default=default) or None
+
+
+def read_experts(fields: Fields, layers: int, *, size: int | None = None) -> Experts:
+    """Mixtures of experts in every layer, with a softmax over all of them before the choice.
+
+    size: inner width of an expert where the metadata does not say it.
+    """
+    prefix = fields.text("general.architecture")
+    count = fields.integer(f"{prefix}.expert_count", high=MAX_EXPERTS)
+    return Experts(
+        layers=(True,) * layers,
+        count=count,
+        size=fields.integer(f"{prefix}.expert_feed_forward_length", default=size),
+        top_k=fields.integer(f"{prefix}.expert_used_count", high=count),
+    )
 
 
 def sliding_layers(fields: Fields, prefix: str, layers: int, period: int) -> list[bool]:

@@ -23,6 +23,7 @@ MAX_POSITIONS = (1 << 31) - 1
 MAX_LAYERS = 4096
 MAX_HEADS = 1 << 16
 MAX_HEAD_DIM = 1 << 14
+MAX_EXPERTS = 1 << 14
 
 ACTIVATIONS = {
     "silu": "silu",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from polysilicon.models import gguf_config, hf_config
-from polysilicon.models.architecture import Architecture, TensorNames
+from polysilicon.models.architecture import Architecture
 from polysilicon.models.config import ModelConfig
 from polysilicon.models.decoder import build_decoder, decoder_shapes
 from polysilicon.models.fields import Fields
+from polysilicon.models.names import TensorNames
 from polysilicon.weights.checkpoint import Checkpoint
 
 HF_NAMES = TensorNames(
@@ -46,6 +47,10 @@ GGUF_NAMES = TensorNames(
         "layers.gate": "blk.{layer}.ffn_gate",
         "layers.up": "blk.{layer}.ffn_up",
         "layers.down": "blk.{layer}.ffn_down",
+        "layers.router": "blk.{layer}.ffn_gate_inp",
+        "layers.expert_gate": "blk.{layer}.ffn_gate_exps",
+        "layers.expert_up": "blk.{layer}.ffn_up_exps",
+        "layers.expert_down": "blk.{layer}.ffn_down_exps",
     }
 )
 
@@ -66,10 +71,13 @@ def _read_hf(fields: Fields, max_length: int | None) -> ModelConfig:
 
 def _read_gguf(fields: Fields, checkpoint: Checkpoint, max_length: int | None) -> ModelConfig:
     config = gguf_config.read_decoder(fields, checkpoint, "llama", max_length, activation="silu")
-    name = f"{fields.text('general.architecture')}.attention.sliding_window"
-    window = fields.integer(name, low=0, high=hf_config.MAX_POSITIONS, default=0)
-    # Mistral's files are `llama` too; llama.cpp itself leaves their window out.
-    return dataclasses.replace(config, windows=(window or None,) * config.layers)
+    # Files of Mistral and Mixtral are `llama` too; llama.cpp itself leaves their window out.
+    window = gguf_config.read_window(fields)
+    config = dataclasses.replace(config, windows=(window,) * config.layers)
+    if not fields.integer("llama.expert_count", low=0, default=0):
+        return config
+    experts = gguf_config.read_experts(fields, config.layers, size=config.intermediate_size)
+    return dataclasses.replace(config, experts=experts)
 
 
 LLAMA = Architecture(

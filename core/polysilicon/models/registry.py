@@ -5,7 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from polysilicon.errors import ModelError
-from polysilicon.models import gemma, llama, mistral, qwen
+from polysilicon.models import (
+    deepseek,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    llama,
+    mistral,
+    mixtral,
+    olmo,
+    phi,
+    qwen,
+    qwen_moe,
+    stablelm,
+)
 from polysilicon.models.architecture import Architecture
 from polysilicon.models.fields import Fields
 from polysilicon.weights.checkpoint import Checkpoint
@@ -21,6 +35,15 @@ def architectures(added: Sequence[Architecture] = ()) -> tuple[Architecture, ...
         *mistral.ARCHITECTURES,
         *qwen.ARCHITECTURES,
         *gemma.ARCHITECTURES,
+        *phi.ARCHITECTURES,
+        *mixtral.ARCHITECTURES,
+        *qwen_moe.ARCHITECTURES,
+        *gpt_oss.ARCHITECTURES,
+        *olmo.ARCHITECTURES,
+        *granite.ARCHITECTURES,
+        *glm.ARCHITECTURES,
+        *stablelm.ARCHITECTURES,
+        *deepseek.ARCHITECTURES,
     )
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -21,6 +19,8 @@ import safetensors.numpy
 from polysilicon.backend import AdapterPool, Batch, Device, KVPool, Outputs
 from polysilicon.models.model import Model
 from polysilicon.reference.device import ReferenceDevice
+
+from .gguf_twins import write_twin
 
 FOLDER = Path(__file__).parents[2] / "fixtures" / "models"
 
@@ -178,18 +178,6 @@ def write_safetensors(tmp_path: Path) -> WriteSafetensors:
     return write
 
 
-@functools.cache
-def generator() -> ModuleType:
-    """The script that made the fixtures, for the weights and prompts that it does not store."""
-    path = Path(__file__).parents[3] / "ci" / "fixtures" / "make_tiny_models.py"
-    spec = importlib.util.spec_from_file_location("make_tiny_models", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> WriteGGUF:
     """Write a tiny model as llama.cpp's converter would, and return the file's path.
@@ -203,110 +191,19 @@ def write_gguf(tmp_path: Path) -> WriteGGUF:
         tensors: Mapping[str, npt.NDArray[np.float32]] | None = None,
     ) -> Path:
         path = tmp_path / f"{model.name}.gguf"
-        config = model.legacy
-        name = {"mistral": "llama", "gemma3_text": "gemma3"}.get(
-            config["model_type"], config["model_type"]
-        )
-        writer = gguf.GGUFWriter(path, name)
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        writer.add_token_list([f"token{index}" for index in range(config["vocab_size"])])
-        writer.add_context_length(config["max_position_embeddings"])
-        writer.add_embedding_length(config["hidden_size"])
-        writer.add_feed_forward_length(config["intermediate_size"])
-        writer.add_block_count(config["num_hidden_layers"])
-        writer.add_head_count(heads)
-        writer.add_head_count_kv(kv_heads)
-        writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-        writer.add_rope_freq_base(config["rope_theta"])
-        if config.get("head_dim"):
-            writer.add_key_length(config["head_dim"])
-            writer.add_value_length(config["head_dim"])
-        if config.get("sliding_window"):
-            writer.add_sliding_window(config["sliding_window"])
-        if config.get("sliding_window_pattern"):
-            writer.add_sliding_window_pattern(config["sliding_window_pattern"])
-        if name == "gemma2":
-            writer.add_attn_logit_softcapping(50.0)
-        cap = config.get("final_logit_softcapping", 30.0 if name == "gemma2" else None)
-        if cap:
-            writer.add_final_logit_softcapping(cap)
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        _add_rope_scaling(writer, config, head_dim)
-        kind = next(key for key, value in gguf.MODEL_ARCH_NAMES.items() if value == name)
-        names = gguf.get_tensor_name_map(kind, config["num_hidden_layers"])
-        for key, values in model.weights.items():
-            if name == "llama" and ".q_proj." in key:
-                values = interleaved(values, heads)
-            if name == "llama" and ".k_proj." in key:
-                values = interleaved(values, kv_heads)
-            if name.startswith("gemma") and key.endswith("norm.weight"):
-                values = values + 1
-            writer.add_tensor(names.get_name(key, (".weight", ".bias")), values)
-        for key, values in (tensors or {}).items():
-            writer.add_tensor(key, values)
-        for key, value in (changes or {}).items():
-            key = key if key.startswith("general.") else f"{name}.{key}"
-            for fields in writer.kv_data:
-                fields.pop(key, None)
-            _add_value(writer, key, value)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        write_twin(path, model.legacy, model.weights, changes=changes or {}, added=tensors or {})
         return path
 
     return write
 
 
-def _add_value(writer: gguf.GGUFWriter, key: str, value: object) -> None:
-    if isinstance(value, str):
-        writer.add_string(key, value)
-    elif isinstance(value, float):
-        writer.add_float32(key, value)
-    elif isinstance(value, list):
-        writer.add_key_value(
-            key, value, gguf.GGUFValueType.ARRAY, sub_type=gguf.GGUFValueType.UINT32
-        )
-    else:
-        writer.add_key_value(key, value, gguf.GGUFValueType.INT64)
-
-
-def interleaved(values: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """Rows of q or k as llama.cpp wants them: rotary pairs beside each other."""
-    halves = values.reshape(heads, 2, len(values) // heads // 2, -1)
-    return halves.swapaxes(1, 2).reshape(values.shape).copy()
-
-
-def _add_rope_scaling(writer: gguf.GGUFWriter, config: Mapping[str, Any], head_dim: int) -> None:
-    scaling = config.get("rope_scaling", {})
-    kind = scaling.get("rope_type", scaling.get("type"))
-    original = scaling.get("original_max_position_embeddings")
-    if kind == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(scaling["factor"])
-    elif kind == "yarn":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(scaling["factor"])
-        writer.add_rope_scaling_orig_ctx_len(original)
-    elif kind == "longrope":
-        stretch = config["max_position_embeddings"] / original
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)
-        writer.add_rope_scaling_orig_ctx_len(original)
-        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(stretch) / math.log(original)))
-        for which in ("long", "short"):
-            factors = np.array(scaling[f"{which}_factor"], np.float32)
-            writer.add_tensor(f"rope_factors_{which}.weight", factors)
-    elif kind == "llama3":
-        factors = []
-        for index in range(0, head_dim, 2):
-            wavelength = 2 * math.pi * config["rope_theta"] ** (index / head_dim)
-            smooth = (original / wavelength - scaling["low_freq_factor"]) / (
-                scaling["high_freq_factor"] - scaling["low_freq_factor"]
-            )
-            if wavelength < original / scaling["high_freq_factor"]:
-                factors.append(1.0)
-            elif wavelength > original / scaling["low_freq_factor"]:
-                factors.append(scaling["factor"])
-            else:
-                factors.append(1 / ((1 - smooth) / scaling["factor"] + smooth))
-        writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+@functools.cache
+def generator() -> ModuleType:
+    """The script that made the fixtures, for the weights and prompts that it does not store."""
+    path = Path(__file__).parents[3] / "ci" / "fixtures" / "make_tiny_models.py"
+    spec = importlib.util.spec_from_file_location("make_tiny_models", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

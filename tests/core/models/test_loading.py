@@ -19,7 +19,14 @@ from polysilicon.models.model import Model
 from polysilicon.models.registry import architectures
 from polysilicon.models.transcoding import transcode, transcode_vector
 from polysilicon.weights.checkpoint import open_checkpoint
-from polysilicon.weights.encodings import Dense, GroupAffine, Weight, pack_codes
+from polysilicon.weights.encodings import (
+    Dense,
+    GroupAffine,
+    GroupFloat,
+    SuperScaled,
+    Weight,
+    pack_codes,
+)
 
 from .conftest import (
     ComputeOutputs,
@@ -167,9 +174,44 @@ def affine(scale: float) -> GroupAffine:
     )
 
 
+def codebook(table: list[float], scale: float, dtype: type = np.float16) -> GroupFloat:
+    bits = (len(table) - 1).bit_length()
+    codes = np.random.default_rng(1).integers(0, len(table), (4, 32)).astype(np.uint8)
+    supers = np.full((4, 1), scale, dtype)
+    return GroupFloat(
+        shape=(4, 32),
+        format="codebook",
+        group=16,
+        codes=pack_codes(codes, bits),
+        scale=SuperScaled(
+            codes=pack_codes(np.full((4, 2), 5, np.uint8), 4),
+            bits=4,
+            offset=1,
+            count=2,
+            scale=supers,
+            group=2,
+        ),
+        table=np.array(table, np.float32),
+    )
+
+
+IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+IQ2 = [1, 3.125, 5.375, 0, -1, -3.125, -5.375, 0]
+
+
 @pytest.mark.parametrize(
     ("weight", "encodings", "target"),
     [
+        (codebook(IQ4, 0.01), ("dense:*", "affine:*"), "affine:8/16"),
+        (codebook(IQ2, 0.01), ("dense:*", "affine:*"), "affine:7/16"),
+        (codebook(IQ2, 0.01), ("dense:*", "affine:7/16"), "affine:7/16"),
+        (codebook(IQ2, 2.0**-24), ("dense:*", "affine:*"), "affine:7/16"),
+        (codebook(IQ2, 0.01), ("dense:*", "affine:4/*"), "dense:f16"),
+        (codebook(IQ2, 0.01), ("float:*",), "float:codebook/16"),
+        (codebook([3, 5, 7, 11], 0.01), ("affine:*",), "affine:4/16"),
+        (codebook([0.0] * 16, 1, np.float32), ("affine:*",), "affine:2/16"),
+        (codebook([-128, 1, 0, 128], 1), ("affine:*", "dense:*"), "dense:f16"),
+        (codebook([0.1, 1, 2, 3], 1), ("affine:*", "dense:*"), "dense:f16"),
         (affine(0.1), ("affine:4/16", "dense:*"), "affine:4/16"),
         (affine(0.1), ("affine:*",), "affine:4/16"),
         (affine(0.1), ("dense:*",), "dense:f16"),
