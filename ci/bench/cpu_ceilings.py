@@ -11,8 +11,8 @@ import argparse
 import json
 from pathlib import Path
 
+from polysilicon_cpu.ceilings import ceiling
 from polysilicon_cpu.device import CPUDevice
-from polysilicon_cpu.native import products
 from polysilicon_cpu.options import Options
 
 SIZES = {"L2": 1 << 20, "L3": 12 << 20, "DRAM": 512 << 20}
@@ -25,7 +25,7 @@ def measure(device: CPUDevice, tries: int) -> dict[str, float]:
               for place, size in SIZES.items()]  # fmt: skip
     wanted += [(f"products {what}", what, 0) for what in ("f32", "bf16", "int8")]
     return {
-        name: max(products.ceiling(device, what, size) for _ in range(tries))
+        name: max(ceiling(device.pointer, what, size) for _ in range(tries))
         for name, what, size in wanted
     }
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from polysilicon.backend import GroupAffine
+from polysilicon_cpu.ceilings import ceiling
 from polysilicon_cpu.device import CPUDevice
 from polysilicon_cpu.handles import MatrixHandle
 from polysilicon_cpu.native import products
@@ -142,12 +143,12 @@ def main() -> None:
             Options(threads=arguments.threads, level=arguments.level, activations=activations)
         )
         kind = {"auto": "int8"}.get(activations, activations)
-        rate = max(products.ceiling(device, kind) for _ in range(5))
+        rate = max(ceiling(device.pointer, kind) for _ in range(5))
         if rate == 0:
-            rate = max(products.ceiling(device, "f32") for _ in range(5))
+            rate = max(ceiling(device.pointer, "f32") for _ in range(5))
 
         def bandwidth(size: float, device: CPUDevice = device) -> float:
-            return max(products.ceiling(device, "read", int(size)) for _ in range(3))
+            return max(ceiling(device.pointer, "read", int(size)) for _ in range(3))
 
         layers, head = place(device, shapes)
         print(f"{arguments.model}, {activations}, {device.level}, {device.threads} threads")

@@ -14,9 +14,12 @@ import typer
 from polysilicon.commands.backends import backends
 from polysilicon.commands.bench import bench
 from polysilicon.commands.chat import chat
+from polysilicon.commands.eval import evaluate
 from polysilicon.commands.lines import generate, score, tokenize
+from polysilicon.commands.plan import plan
 from polysilicon.commands.plugins import plugins
 from polysilicon.commands.pull import pull
+from polysilicon.commands.quantize import quantize
 from polysilicon.commands.run import run as run_prompt
 from polysilicon.commands.serve import serve
 from polysilicon.commands.tune import tune
@@ -52,10 +55,13 @@ app.command("run")(run_prompt)
 app.command()(chat)
 app.command()(serve)
 app.command()(pull)
+app.command()(quantize)
 app.command()(tokenize)
 app.command()(score)
 app.command()(generate)
+app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")
+app.command()(plan)
 app.command()(plugins)
 app.command()(backends)
 app.command()(tune)

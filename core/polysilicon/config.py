@@ -87,6 +87,16 @@ class Config(BaseModel):
         "whole; auto takes llamacpp for architectures that only it knows.",
     )
     device: int = Field(default=0, ge=0, description="Index of the device.")
+    quantization: str = Field(
+        default="auto",
+        description="Format of a directory of quantised safetensors, such as gptq, awq or mlx; "
+        "auto finds it from the files.",
+    )
+    quantize: Literal["w4", "w8", "fp8"] | None = Field(
+        default=None,
+        description="Quantise a dense checkpoint while it is loaded: w4 (4 bits, a scale and a "
+        "bias for 32), w8 (8 bits, a scale for 32) or fp8 (e4m3, a scale for each output).",
+    )
     backend_option: Annotated[dict[str, str], BeforeValidator(_option_texts)] = Field(
         default_factory=dict,
         description="Option of the backend or executor, KEY=VALUE; may be repeated.",

@@ -72,6 +72,20 @@ class EmbeddingExecutor(Protocol):
         `[T, D]`."""
 
 
+@runtime_checkable
+class LogitsExecutor(Protocol):
+    """An `Executor` that gives logits too, from which evals compare whole distributions."""
+
+    def logits(
+        self,
+        batch: Batch,
+        sampling: SamplingBatch,
+        copies: SlotCopies,
+        previous: PendingTokens | None,
+    ) -> tuple[PendingTokens, Float32]:
+        """As `Executor.step`; waits for the batch's logits, float32 `[L, V]`."""
+
+
 class WholeModelExecutor(Executor, Protocol):
     """An executor that brings its model and lays out its own KV cache.
 

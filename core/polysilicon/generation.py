@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from polysilicon.weights.checkpoint import Checkpoint
+from polysilicon.weights.checkpoint import Checkpoint, SafetensorsCheckpoint
 from polysilicon.weights.safetensors import SafetensorsDirectory
 
 
 def sampling_defaults(checkpoint: Checkpoint) -> dict[str, float | int]:
     """Fields of SamplingParams that the model's generation configuration sets."""
     defaults: dict[str, float | int] = {}
-    if isinstance(checkpoint, SafetensorsDirectory):
+    if isinstance(checkpoint, SafetensorsCheckpoint | SafetensorsDirectory):
         said = checkpoint.generation_config
         if said.get("do_sample"):
             defaults["temperature"] = 1.0

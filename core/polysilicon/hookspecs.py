@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from polysilicon.backend import Backend
     from polysilicon.executor import ExecutorProvider
     from polysilicon.models.architecture import Architecture
+    from polysilicon.weights.formats.format import CheckpointFormat
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 
@@ -33,6 +34,14 @@ def polysilicon_backends() -> Sequence[Backend]:  # type: ignore[empty-body]
 @hookspec
 def polysilicon_architectures() -> Sequence[Architecture]:  # type: ignore[empty-body]
     """The model architectures that the plugin supplies, beside those of the core."""
+
+
+@hookspec
+def polysilicon_checkpoint_formats() -> Sequence[CheckpointFormat]:  # type: ignore[empty-body]
+    """The formats of quantised safetensors checkpoints that the plugin reads, beside the core's.
+
+    Names are as those of backends, not `auto`, and not taken by the core or another plugin.
+    """
 
 
 @hookspec

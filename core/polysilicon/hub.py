@@ -13,6 +13,7 @@ PREFIX = "hf:"
 _SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>.+))?")
 _SPLIT = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 _SAFETENSORS = ("*.safetensors", "*.json", "*.model", "*.jinja", "merges.txt", "vocab.txt")
+_CONFIG = "config.json"
 _LISTED = 30
 
 
@@ -35,6 +36,24 @@ def fetch_from_hub(spec: str) -> Path:
         if any("/" not in name and name.endswith(".safetensors") for name in names):
             return _snapshot(repo, _SAFETENSORS)
         return _fetch_file(repo, _only_gguf(repo, names))
+
+
+def fetch_config(spec: str) -> Path:
+    """The config.json of `hf:owner/repo`, and nothing else of it.
+
+    Raises ModelError when the spec names no repository, or a file of one; DownloadError when it
+    cannot be fetched.
+    """
+    match = _SPEC.fullmatch(spec.removeprefix(PREFIX))
+    if match is None:
+        raise ModelError(f"{spec!r:.200} is not of the form hf:owner/repo")
+    if match["file"] is not None:
+        raise ModelError(
+            f"{spec!r:.200} names a file, and of the hub only a config.json is read without the "
+            "weights: leave the file out, or fetch it (polysilicon pull) and give its path"
+        )
+    with _errors_of(match["repo"], _CONFIG):
+        return _fetch_file(match["repo"], _CONFIG)
 
 
 def _fetch_file(repo: str, file: str) -> Path:

@@ -23,6 +23,8 @@ from polysilicon.backend import CONTRACT_VERSION, PROJECT, Backend
 from polysilicon.executor import ExecutorProvider
 from polysilicon.models.architecture import Architecture
 from polysilicon.suggest import nearest
+from polysilicon.weights.formats.format import CheckpointFormat
+from polysilicon.weights.formats.registry import AUTO, FORMATS
 
 RESTRICTION = "POLYSILICON_PLUGINS"
 """The environment variable that restricts what loads; see `Restriction`."""
@@ -48,8 +50,8 @@ class PluginRecord:
     """One entry point: what it is and what became of it.
 
     name: of the entry point. distribution, version: who installed it, empty when nobody did.
-    reason: why it is not loaded and what mends it, empty when it is. backends, executors: names
-    supplied.
+    reason: why it is not loaded and what mends it, empty when it is. backends, executors,
+    checkpoint_formats: names supplied.
     """
 
     name: str
@@ -59,6 +61,7 @@ class PluginRecord:
     reason: str = ""
     backends: tuple[str, ...] = ()
     executors: tuple[str, ...] = ()
+    checkpoint_formats: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +72,7 @@ class Plugins:
     backends: tuple[Backend, ...]
     executors: tuple[ExecutorProvider, ...]
     architectures: tuple[Architecture, ...]
+    checkpoint_formats: tuple[CheckpointFormat, ...]
 
     def record_of(self, backend: str) -> PluginRecord | None:
         """The record that concerns a backend: of its supplier, else of a plugin of that name."""
@@ -129,6 +133,7 @@ class _Supply:
     backends: tuple[Backend, ...]
     executors: tuple[ExecutorProvider, ...]
     architectures: tuple[Architecture, ...]
+    checkpoint_formats: tuple[CheckpointFormat, ...]
 
 
 class _RejectedError(Exception):
@@ -151,13 +156,14 @@ def load_plugins(blocked: Collection[str] = ()) -> Plugins:
     backends: dict[str, tuple[Backend, _Candidate]] = {}
     executors: dict[str, tuple[ExecutorProvider, _Candidate]] = {}
     architectures: list[Architecture] = []
+    formats: dict[str, tuple[CheckpointFormat, _Candidate]] = {}
     loaded: dict[str, _Candidate] = {}
     for candidate in _candidates():
         status, reason = PluginStatus.LOADED, ""
-        supply = _Supply(backends=(), executors=(), architectures=())
+        supply = _Supply(backends=(), executors=(), architectures=(), checkpoint_formats=())
         try:
             _check_admitted(candidate, loaded, restriction, blocked)
-            supply = _load(manager, candidate, backends, executors)
+            supply = _load(manager, candidate, backends, executors, formats)
         except _RejectedError as rejected:
             status, reason = rejected.status, str(rejected)
         else:
@@ -165,6 +171,7 @@ def load_plugins(blocked: Collection[str] = ()) -> Plugins:
             backends.update((item.name, (item, candidate)) for item in supply.backends)
             executors.update((item.name, (item, candidate)) for item in supply.executors)
             architectures.extend(supply.architectures)
+            formats.update((item.name, (item, candidate)) for item in supply.checkpoint_formats)
         records.append(
             PluginRecord(
                 name=candidate.name,
@@ -174,6 +181,7 @@ def load_plugins(blocked: Collection[str] = ()) -> Plugins:
                 reason=reason,
                 backends=tuple(backend.name for backend in supply.backends),
                 executors=tuple(executor.name for executor in supply.executors),
+                checkpoint_formats=tuple(format.name for format in supply.checkpoint_formats),
             )
         )
     records.extend(_missing(restriction, {record.name for record in records}))
@@ -182,6 +190,7 @@ def load_plugins(blocked: Collection[str] = ()) -> Plugins:
         backends=tuple(backend for backend, _ in backends.values()),
         executors=tuple(executor for executor, _ in executors.values()),
         architectures=tuple(architectures),
+        checkpoint_formats=tuple(format for format, _ in formats.values()),
     )
 
 
@@ -290,6 +299,7 @@ def _load(
     candidate: _Candidate,
     backends: Mapping[str, tuple[Backend, _Candidate]],
     executors: Mapping[str, tuple[ExecutorProvider, _Candidate]],
+    formats: Mapping[str, tuple[CheckpointFormat, _Candidate]],
 ) -> _Supply:
     """Import, register and check one plugin, and call its hooks."""
     plugin = _guarded("cannot be imported", candidate.load)
@@ -307,9 +317,13 @@ def _load(
             architectures=_collect(
                 manager, plugin, "polysilicon_architectures", _check_architecture
             ),
+            checkpoint_formats=_collect(
+                manager, plugin, "polysilicon_checkpoint_formats", _check_format
+            ),
         )
         _check_names("backend", supply.backends, backends)
         _check_names("executor", supply.executors, executors)
+        _check_names("checkpoint format", supply.checkpoint_formats, formats)
     except _RejectedError:
         manager.unregister(plugin)
         raise
@@ -448,13 +462,38 @@ def _check_architecture(item: object) -> Architecture:
     return item
 
 
+def _check_format(item: object) -> CheckpointFormat:
+    if isinstance(item, type) or not isinstance(item, CheckpointFormat):
+        raise _RejectedError(
+            PluginStatus.FAILED,
+            f"polysilicon_checkpoint_formats returned {_kind(item)}, which is not an object with "
+            "name, encodings, recognizes() and open()",
+        )
+    _check_name("checkpoint format", item.name, reserved=(AUTO,))
+    if item.name in {format.name for format in FORMATS}:
+        raise _RejectedError(
+            PluginStatus.DUPLICATE,
+            f"checkpoint format {item.name!r} is one of polysilicon's own: take another name",
+        )
+    encodings = item.encodings
+    if not isinstance(encodings, Mapping) or not all(
+        isinstance(text, str) for pair in encodings.items() for text in pair
+    ):
+        raise _RejectedError(
+            PluginStatus.FAILED,
+            f"the encodings of checkpoint format {item.name!r} are {encodings!r:.80}, not a "
+            "mapping of types to encodings",
+        )
+    return item
+
+
 def _kind(item: object) -> str:
     return f"the class {item.__name__}" if isinstance(item, type) else f"a {type(item).__name__}"
 
 
 def _check_names(
     kind: str,
-    items: Sequence[Backend | ExecutorProvider],
+    items: Sequence[Backend | ExecutorProvider | CheckpointFormat],
     taken: Mapping[str, tuple[object, _Candidate]],
 ) -> None:
     names: set[str] = set()

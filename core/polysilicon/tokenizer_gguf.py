@@ -98,6 +98,15 @@ def parts_from_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     )
 
 
+def byte_level_library(metadata: Mapping[str, Any]) -> LibraryTokenizer | None:
+    """The byte-level BPE of metadata as the `tokenizers` library has it, without added tokens; None
+    for another algorithm. Raises ModelError as `parts_from_gguf` does."""
+    if metadata.get("tokenizer.ggml.model") != "gpt2":
+        return None
+    texts = _strings(metadata, "tokenizer.ggml.tokens")
+    return _byte_level_tokenizer(texts, _merges(metadata), _pre_tokenizer(metadata))
+
+
 def _shown(value: object) -> str:
     shown = repr(value)
     return shown if len(shown) <= 80 else shown[:80] + "..."

@@ -5,17 +5,15 @@ from __future__ import annotations
 import configparser
 import email
 import json
-import os
 import subprocess
-import sys
 import sysconfig
 import tarfile
 import tomllib
-import venv
 import zipfile
 from collections.abc import Callable
 from email.message import Message
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 Build = Callable[..., Path]
@@ -138,49 +136,16 @@ def test_the_sdist_builds_the_same_wheel(
     assert names(build(source, tmp_path / "built", "wheel")) == names(wheel)
 
 
-def install(wheel: Path, folder: Path) -> Path:
-    """The Python of a new environment with the wheel, and the dependencies of the one here."""
-    home = folder / "environment"
-    venv.create(home, symlinks=os.name != "nt")
-    python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps",
-            "--no-index", "--disable-pip-version-check", str(wheel),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    # All but polysilicon itself, which would be there twice.
-    dependencies = folder / "dependencies"
-    dependencies.mkdir()
-    for packages in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
-        for path in Path(packages).iterdir():
-            if "polysilicon" not in path.name and path.suffix != ".pth":
-                (dependencies / path.name).symlink_to(path)
-    site = subprocess.check_output(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"], text=True
-    ).strip()
-    (Path(site) / "dependencies.pth").write_text(str(dependencies))
-    return python
+OFFLINE = ("--no-deps", "--no-index")
 
 
-def called(python: Path, *arguments: str) -> str:
-    """What the installed program prints, called from beside its environment."""
-    program = python.with_name("polysilicon" + (".exe" if os.name == "nt" else ""))
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    return subprocess.check_output(
-        [program, *arguments], cwd=python.parent, env=environment, text=True, timeout=120
-    )
-
-
-def test_the_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:
-    python = install(wheel, tmp_path)
-    assert called(python, "--version") == PROJECT["version"] + "\n"
-    plugins = {plugin["name"]: plugin for plugin in json.loads(called(python, "plugins", "--json"))}
+def test_the_installed_wheel_runs(
+    wheel: Path, tmp_path: Path, borrowing_environment: Callable[[Path], Any]
+) -> None:
+    environment = borrowing_environment(tmp_path)
+    environment.pip("install", *OFFLINE, str(wheel))
+    assert environment.polysilicon("--version") == PROJECT["version"] + "\n"
+    plugins = {plugin["name"]: plugin for plugin in environment.json("plugins")}
     assert plugins.keys() == PROJECT["entry-points"]["polysilicon"].keys()
     assert plugins["reference"] == {
         "name": "reference",
@@ -190,20 +155,23 @@ def test_the_installed_wheel_runs(wheel: Path, tmp_path: Path) -> None:
         "reason": "",
         "backends": ["reference"],
         "executors": [],
+        "checkpoint_formats": [],
     }
-    backends = {b["name"]: b for b in json.loads(called(python, "backends", "--json"))["backends"]}
+    backends = environment.backends()
     assert backends["reference"]["status"] == "available"
     assert backends["cpu"]["status"] == "unavailable"
     assert "POLYSILICON_CPU_BUILD=0" in backends["cpu"]["reason"]
     assert "apt-get install g++" in backends["cpu"]["reason"]
     place = subprocess.check_output(
-        [python, "-c", "import polysilicon; print(polysilicon.__file__)"],
+        [environment.python, "-c", "import polysilicon; print(polysilicon.__file__)"],
         cwd=tmp_path, text=True,
     )  # fmt: skip
     assert str(tmp_path / "environment") in place
 
 
-def test_the_installed_native_wheel_runs(native_wheel: Path, tmp_path: Path) -> None:
-    python = install(native_wheel, tmp_path)
-    backends = {b["name"]: b for b in json.loads(called(python, "backends", "--json"))["backends"]}
-    assert backends["cpu"]["status"] == "available"
+def test_the_installed_native_wheel_runs(
+    native_wheel: Path, tmp_path: Path, borrowing_environment: Callable[[Path], Any]
+) -> None:
+    environment = borrowing_environment(tmp_path)
+    environment.pip("install", *OFFLINE, str(native_wheel))
+    assert environment.backends()["cpu"]["status"] == "available"

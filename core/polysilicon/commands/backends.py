@@ -140,30 +140,55 @@ def _print_json(
 
 
 def _print_matrix(opened: list[_Opened], as_json: bool) -> None:
+    """Formats by backend: of those that run here by what their devices declare, of others by what
+    they declared when their lane was last judged; and what came of the lanes."""
     from polysilicon.commands.output import print_json, print_table
     from polysilicon.format_matrix import formats
+    from polysilicon.lane_reports import declared, kept_reports, results
 
-    runnable = {report.name: declared for report, declared in opened if declared is not None}
-    reasons = {report.name: report.reason for report, declared in opened if declared is None}
+    runnable = {report.name: found for report, found in opened if found is not None}
+    reasons = {report.name: report.reason for report, found in opened if found is None}
+    reports = kept_reports()
+    reported = {
+        name: found
+        for name, report in reports.items()
+        if name not in runnable and (found := declared(report)) is not None
+    }
+    lanes = {
+        name: {
+            "device": report["device"],
+            "shows": report["shows"],
+            "tests": results(report),
+            "date": report["date"],
+        }
+        for name, report in reports.items()
+    }
     if as_json:
         rows = [
             dataclasses.asdict(item)
-            | {"support": {name: item.support(declared) for name, declared in runnable.items()}}
+            | {"support": {name: item.support(found) for name, found in runnable.items()}}
+            | {"reported": {name: item.support(found) for name, found in reported.items()}}
             for item in formats()
         ]
-        print_json({"formats": rows, "unavailable": reasons})
+        print_json({"formats": rows, "unavailable": reasons, "lanes": lanes})
         return
+    columns = runnable | {f"{name}*": found for name, found in reported.items()}
     print_table(
-        ("format", "type", "encoding", *runnable),
+        ("format", "type", "encoding", *columns),
         [
             (
                 item.container,
                 item.type,
                 item.encoding or "-",
-                *(item.support(declared) for declared in runnable.values()),
+                *(item.support(found) for found in columns.values()),
             )
             for item in formats()
         ],
     )
     for name, reason in reasons.items():
         print(f"{name}: {reason}")
+    if reported:
+        print("*: not here, but as its lane was last judged:")
+    for name, lane in lanes.items():
+        place = f" on {lane['device']}" if lane["device"] else ""
+        print(f"lane {name}: {', '.join(lane['shows'])}{place}, {lane['date']}: {lane['tests']}")

@@ -22,7 +22,7 @@ from polysilicon.errors import ConfigError, RequestError
 from polysilicon.generation import command_line_defaults
 from polysilicon.request import Grammar, Request, RequestOutput, SamplingParams
 from polysilicon.tokenizer import Tokenizer
-from polysilicon.weights.checkpoint import open_checkpoint
+from polysilicon.weights.checkpoint import open_files
 
 MAX_LINE = 64 << 20
 
@@ -38,8 +38,8 @@ FileArgument = Annotated[
 def tokenize(model: ModelArgument, file: FileArgument) -> None:
     """Token ids of texts: lines {"text": ...} in; the same with ids and ids_with_special out."""
     path = resolve_model(model, progress=progress.bar)
-    with open_checkpoint(path) as checkpoint:
-        tokenizer = load_tokenizer(checkpoint)
+    with open_files(path) as files:
+        tokenizer = load_tokenizer(files)
     for number, line in read_lines(file):
         text = line.get("text")
         if not isinstance(text, str):

@@ -135,7 +135,10 @@ def plan(
         if html is not None:
             from polysilicon.plan.report import render
 
-            html.write_text(render(plans, at_hand), encoding="utf-8")
+            try:
+                html.write_text(render(plans, at_hand), encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"--html {html} cannot be written: {error.strerror}") from None
     if as_json:
         print_json(tables.as_json(plans, at_hand))
         return

@@ -29,7 +29,7 @@ def plugins(
                 record.name,
                 record.status,
                 f"{record.distribution} {record.version}".strip(),
-                ", ".join((*record.backends, *record.executors)),
+                ", ".join((*record.backends, *record.executors, *record.checkpoint_formats)),
                 record.reason,
             )
             for record in records

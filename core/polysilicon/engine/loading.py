@@ -8,17 +8,18 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from polysilicon.backend import KV_DTYPES, Capabilities, Device, DeviceError, KVSpec, OutOfMemory
+from polysilicon.backend import KV_DTYPES, Capabilities, Device, DeviceError, OutOfMemory
 from polysilicon.config import Config
 from polysilicon.engine.client import Client
 from polysilicon.engine.engine import Engine
-from polysilicon.engine.memory import context_capacity, plan_pages
+from polysilicon.engine.memory import share_memory
 from polysilicon.engine.model_executor import ModelExecutor
 from polysilicon.engine.whole_models import build_whole_model_engine, choose_provider
 from polysilicon.errors import ConfigError, ModelError, PluginError
 from polysilicon.kv import GroupSpec, KVManager
 from polysilicon.models.loading import load_model
 from polysilicon.models.model import Model
+from polysilicon.plan.kv import context_capacity
 from polysilicon.plugins import Plugins, describe_exception, load_plugins
 from polysilicon.policies import POLICIES
 from polysilicon.progress import Progress, no_progress
@@ -28,9 +29,6 @@ from polysilicon.selection import Selection, select_backend
 from polysilicon.tokenizer import Tokenizer
 from polysilicon.weights.checkpoint import Checkpoint, open_checkpoint
 from polysilicon.weights.gguf import GGUFFile
-
-KV_SHARE = 0.4
-"""Share of a device's free memory that KV takes when no budget is given."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +64,11 @@ def load(config: Config, path: Path, *, progress: Progress = no_progress) -> Loa
     """
     plugins = load_plugins(config.block_plugins)
     with contextlib.ExitStack() as undo:
-        checkpoint = undo.enter_context(open_checkpoint(path))
+        checkpoint = undo.enter_context(
+            open_checkpoint(
+                path, quantization=config.quantization, added=plugins.checkpoint_formats
+            )
+        )
         provider = choose_provider(config, plugins, checkpoint)
         tokenizer = load_tokenizer(checkpoint)
         if provider is None:
@@ -123,6 +125,7 @@ def _load_native(
                     checkpoint,
                     device,
                     max_length=config.max_length,
+                    quantize=config.quantize,
                     progress=advance,
                     added=plugins.architectures,
                 )
@@ -131,7 +134,13 @@ def _load_native(
                 device,
                 model,
                 # Rotary scalings that depend on the context are settled by the length loaded for.
-                identity=f"{checkpoint.fingerprint()}/{model.config.max_length}",
+                identity="/".join(
+                    [
+                        checkpoint.fingerprint(),
+                        str(model.config.max_length),
+                        *([config.quantize] if config.quantize else []),
+                    ]
+                ),
                 eos_ids=tokenizer.eos_ids,
             )
         except (OutOfMemory, MemoryError) as error:
@@ -196,8 +205,15 @@ def build_engine(
     kv_dtype = _kv_dtype(config, capabilities)
     specs = model.kv_specs(_page_size(config, capabilities), kv_dtype)
     max_length = model.config.max_length
-    pages = _pages(config, device, specs, max_length)
-    notes = []
+    shares = share_memory(
+        config,
+        model,
+        specs,
+        free=device.memory().free,
+        max_adapters=max_adapters,
+        max_adapter_rank=max_adapter_rank,
+    )
+    pages, notes = shares.pages, list(shares.notes)
     capacity = context_capacity(specs, pages, config.step_tokens)
     if capacity < max_length:
         notes.append(
@@ -261,17 +277,3 @@ def _page_size(config: Config, capabilities: Capabilities) -> int:
         sizes = ", ".join(map(str, capabilities.page_sizes))
         raise ConfigError(f"--page-size {wanted} is not one of this backend's: {sizes}")
     return wanted
-
-
-def _pages(
-    config: Config, device: Device, specs: tuple[KVSpec, ...], max_length: int
-) -> tuple[int, ...]:
-    if config.kv_pages is not None:
-        return (config.kv_pages,) * len(specs)
-    return plan_pages(
-        specs,
-        budget=config.kv_memory or int(device.memory().free * KV_SHARE),
-        max_sequences=config.max_sequences,
-        max_length=max_length,
-        step_tokens=config.step_tokens,
-    )

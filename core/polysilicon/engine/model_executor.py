@@ -63,6 +63,19 @@ class ModelExecutor:
         self._copy(copies)
         return self.device.sample(self.program(batch, previous), sampling)
 
+    def logits(
+        self,
+        batch: Batch,
+        sampling: SamplingBatch,
+        copies: SlotCopies,
+        previous: PendingTokens | None,
+    ) -> tuple[PendingTokens, Float32]:
+        """As `step`; waits for the batch's logits, float32 `[L, V]`."""
+        self._copy(copies)
+        pending = self.program(batch, previous)
+        tokens = self.device.sample(pending, sampling)
+        return tokens, pending.result().logits
+
     def embed(
         self,
         batch: Batch,

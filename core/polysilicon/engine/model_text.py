@@ -11,7 +11,7 @@ from polysilicon.engine.loading import load_tokenizer
 from polysilicon.errors import ConfigError, TemplateError
 from polysilicon.generation import sampling_defaults
 from polysilicon.tokenizer import Tokenizer
-from polysilicon.weights.checkpoint import open_checkpoint
+from polysilicon.weights.checkpoint import open_files
 
 _MOST_TEMPLATE_BYTES = 1 << 20
 
@@ -33,9 +33,9 @@ def load_text(config: Config, path: Path) -> ModelText:
     Raises ModelError for a checkpoint that cannot be used, ConfigError and TemplateError for a
     `--chat-template` that cannot.
     """
-    with open_checkpoint(path) as checkpoint:
-        tokenizer = load_tokenizer(checkpoint)
-        defaults = sampling_defaults(checkpoint)
+    with open_files(path) as files:
+        tokenizer = load_tokenizer(files)
+        defaults = sampling_defaults(files)
     source = template_source(config)
     template, no_chat = None, ""
     try:

@@ -74,6 +74,7 @@ def build_whole_model_engine(
         ("--device", config.device),
         ("--deterministic", config.deterministic),
         ("--activations", config.activations),
+        ("--quantize", config.quantize),
     ):
         if said:
             raise ConfigError(f"executor {provider.name} does not know {name}: leave it out")

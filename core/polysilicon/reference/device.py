@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,7 @@ from polysilicon.backend import (
 )
 from polysilicon.device_checks import check_adapter_spec, check_indexes, check_kv_spec
 from polysilicon.host_memory import check_fits, free_memory, total_memory
+from polysilicon.reference.ceilings import ceilings
 from polysilicon.reference.handles import ReferenceHandle, place, placed_bytes
 from polysilicon.reference.ops import ReferenceOps
 from polysilicon.reference.pools import (
@@ -98,6 +99,11 @@ class ReferenceDevice(Device):
                 "adapters": sum(pool.nbytes for pool in self._adapter_pools),
             },
         )
+
+    def ceilings(self, nbytes: int) -> Mapping[str, float]:
+        self.check_open()
+        check_fits("a working set to measure", nbytes)
+        return ceilings(nbytes)
 
     def close(self) -> None:
         self.closed = True

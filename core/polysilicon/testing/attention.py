@@ -12,23 +12,25 @@ import numpy.typing as npt
 import pytest
 
 from polysilicon.backend import (
+    KV_DTYPES,
     KV_LARGEST_CODE,
     Batch,
     KVSpec,
     Normalization,
     Ops,
+    Plane,
     Rope,
     kv_planes,
 )
 from polysilicon.testing import oracles
 from polysilicon.testing.batches import Chunk, make_batch
-from polysilicon.testing.kit import STORE_BOUNDS, Float32, Float64, Kit, as_forward, assert_close
+from polysilicon.testing.kit import STORE_BOUNDS, Float64, Kit, as_forward, assert_close
 
 _EPS = 0.1
 """Of the q and k norms: large enough that leaving it out shows."""
 
 _GARBAGE = 100.0
-"""Magnitude of what stands in every page before a test: far above what tests write."""
+"""Magnitude of what stands in every page before a test, far above what tests write."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,36 +264,22 @@ class AttentionBench:
 
     def _fill_with_garbage(self) -> None:
         """Write large values into every slot of every layer, page 0 included."""
-        kit, case = self.kit, self.case
-        count = self.pool.pages * self.page_size
-        tables = [
-            kit.dense(self._garbage(8, case.key_heads * width))[0]
-            for width in (case.dim, self.value_dim)
-        ]
-        chunk = Chunk(
-            tokens=[int(token) for token in kit.rng.integers(0, 8, count)],
-            pages=(range(self.pool.pages),),
-            positions=[0] * count,
-        )
-        batch = make_batch([chunk], (self.page_size,), logit_rows=[0])
-        groups = self.spec.group + 1
-        batch = dataclasses.replace(
-            batch, page_tables=batch.page_tables * groups, slots=batch.slots * groups
-        )
-        for layer in self.spec.layers:
+        spec = self.spec
+        count = self.pool.pages * spec.page_size // spec.block
+        parts = [np.tile(np.frombuffer(spec.block_header(), np.uint8), (count, 1))]
+        for plane in spec.planes * len(spec.layers):
+            values = self._garbage(plane, count * plane.heads * spec.block * plane.dim)
+            parts.append(values.view(np.uint8).reshape(count, -1))
+        pages = range(self.pool.pages)
+        self.pool.write(pages, np.hstack(parts).reshape(len(pages), -1, spec.block_bytes)).result()
 
-            def store(ops: Ops, batch: Batch, layer: int = layer) -> Any:
-                k, v = (ops.embed(table, batch.tokens) for table in tables)
-                q = ops.embed(self.q, batch.tokens)
-                return ops.attention(
-                    q, k, v, batch=batch, pool=self.pool, layer=layer, heads=case.heads, scale=1.0
-                )
-
-            kit.device.compile(as_forward(store))(batch, None).result()
-
-    def _garbage(self, *shape: int) -> Float32:
-        signs = self.kit.rng.choice([-_GARBAGE, _GARBAGE], shape)
-        return signs.astype(np.float32)
+    def _garbage(self, plane: Plane, size: int) -> npt.NDArray[Any]:
+        """Values, or codes or the scales that they are multiplied by."""
+        dtype = KV_DTYPES[plane.dtype]
+        largest = KV_LARGEST_CODE.get(self.kv_dtype, _GARBAGE)
+        if dtype != KV_DTYPES[self.kv_dtype]:
+            return np.full(size, _GARBAGE / largest, dtype)
+        return self.kit.rng.choice(np.array([-largest, largest], np.float32), size).astype(dtype)
 
 
 def skip_without_tree_attention(kit: Kit) -> None:

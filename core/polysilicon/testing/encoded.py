@@ -84,7 +84,8 @@ def group_float(
     variant: str = "plain",
     block: tuple[int, int] | None = None,
 ) -> Encoded:
-    """Weights of a magnitude below 1.5. format: of `FLOAT_FORMATS`. block: instead of groups."""
+    """Weights of a magnitude below 1.5. format: of `FLOAT_FORMATS`, or a codebook of another size.
+    block: instead of groups."""
     rows, columns = shape[-2:]
     name, _, entries = format.partition(":")
     if name == "codebook":
@@ -114,7 +115,7 @@ def group_float(
         shape=shape,
         format=name,
         group=group,
-        codes=pack_codes(codes, 4 if len(meaning) == 16 else 8),
+        codes=pack_codes(codes, (len(meaning) - 1).bit_length()),
         scale=scale,
         table=table,
         block=block,

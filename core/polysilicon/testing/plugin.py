@@ -43,6 +43,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="SEED",
         help="seed of the kit's random inputs; fresh in every run by default, printed on failure",
     )
+    group.addoption(
+        "--polysilicon-pairs",
+        action="store_true",
+        help="of the combinations of a test's parameters only so many that every two values meet: "
+        "for devices that are slow, as emulators and interpreters are",
+    )
     parser.addini(
         "polysilicon_backends",
         "backends that the kit judges where --polysilicon-backend is not given",

@@ -12,10 +12,6 @@ from polysilicon.catalogue import resolve_model
 
 from polysilicon_opencl.plugin import OpenCLBackend
 
-# PoCL 3.1 with two threads and work-groups of 64 work-items with barriers gives a wrong sum now and
-# then, as it does not with one: see "Known limits" in the README. Read when a platform is opened.
-os.environ.setdefault("POCL_MAX_PTHREAD_COUNT", "1")
-
 
 @pytest.fixture(scope="session")
 def backend() -> OpenCLBackend:

@@ -122,12 +122,52 @@ def test_the_matrix() -> None:
     support = {(f["container"], f["type"]): f["support"] for f in printed["formats"]}
     assert support["gguf", "Q4_K"]["reference"] == "native"
     assert support["safetensors", "BF16"]["reference"] == "native"
-    assert support["gguf", "IQ2_XXS"]["reference"] == "refused"
+    assert support["gguf", "I64"]["reference"] == "refused"
     lines = called("backends", "--matrix").splitlines()
     rows = [line for line in lines if line.split()[0] in ("gguf", "safetensors")]
     assert len(rows) == len(support)
-    # Below the table, why the other backends have no column.
-    assert all(" is not installed: " in line for line in lines[1 + len(rows) :])
+    # Below the table, why backends cannot run here, and what came of the lanes.
+    below = lines[1 + len(rows) :]
+    lanes = [line.split()[1].rstrip(":") for line in below if line.startswith("lane ")]
+    assert lanes == sorted(printed["lanes"])
+    others = [line for line in below if not line.startswith(("lane ", "*: "))]
+    assert len(others) == len(printed["unavailable"])
+    assert all(" is not installed: " in line for line in others)
+
+
+def test_a_lane_answers_for_a_backend_that_cannot_run_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """By what its device declared there, in a column of its own."""
+    declared = {
+        "compute": "f32", "kv_dtypes": ["f16"], "page_sizes": [16], "encodings": ["dense:*"]
+    }  # fmt: skip
+    kit = {
+        "kit": True, "passed": 800, "skipped": {"declares no x": 2}, "xfailed": {"why": 1},
+        "failed": [],
+    }  # fmt: skip
+    own = kit | {"kit": False, "passed": 3, "skipped": {}, "xfailed": {}, "failed": ["t::a"]}
+    report = {
+        "name": "elsewhere", "date": "2026-01-02", "device": "card", "shows": ["emulation"],
+        "capabilities": declared, "runs": [kit, kit, own],
+    }  # fmt: skip
+    (tmp_path / "elsewhere.json").write_text(json.dumps(report))
+    monkeypatch.setattr("polysilicon.lane_reports.REPORTS", tmp_path)
+    assert run(["backends", "--matrix", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    reported = {(f["container"], f["type"]): f["reported"] for f in printed["formats"]}
+    assert reported["gguf", "F16"] == {"elsewhere": "native"}
+    assert reported["gguf", "Q4_K"] == {"elsewhere": "transcoded"}
+    assert reported["gguf", "I64"] == {"elsewhere": "refused"}
+    assert all("elsewhere" not in f["support"] for f in printed["formats"])
+    assert run(["backends", "--matrix"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[-1] == "elsewhere*"
+    assert (
+        "lane elsewhere: emulation on card, 2026-01-02: "
+        "800 passed, 1 expected to fail, 2 skipped; "
+        "one more setting: 800 passed, 1 expected to fail, 2 skipped; own tests: 1 failed, 3 passed"
+    ) in lines
 
 
 def test_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,9 @@ import polysilicon.engine.loading
 from polysilicon.backend import DeviceInfo, DeviceLost, OutOfMemory
 from polysilicon.config import Config
 from polysilicon.engine.loading import build_engine, load, open_device
-from polysilicon.engine.memory import plan_pages
 from polysilicon.errors import ConfigError, ModelError, PluginError, PolysiliconError
 from polysilicon.models.loading import load_model
+from polysilicon.plan.kv import plan_pages
 from polysilicon.reference.device import ReferenceDevice
 from polysilicon.reference.plugin import ReferenceBackend
 from polysilicon.selection import Selection

@@ -1,4 +1,4 @@
-"""`POST /tokenize` and `POST /detokenize`, as vLLM has them."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as vLLM has them."""
 
 from __future__ import annotations
 
@@ -55,6 +55,21 @@ def tokens_router(service: Service) -> APIRouter:
             raise invalid(f"tokens: ids must lie in [0, {size}), the vocabulary", "tokens")
         text = await service.prompts.decode(body.tokens)
         return json_text.response({"prompt": text})
+
+    @router.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        """What a client needs beside `/tokenize` to build prompts itself, as lm-eval does."""
+        tokenizer, template = service.tokenizer, service.dispatcher.chat_template
+        ends = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id}
+        return json_text.response(
+            {
+                **{n: None if i is None else tokenizer.token_text(i) for n, i in ends.items()},
+                "add_bos_token": tokenizer.add_bos,
+                "add_eos_token": tokenizer.add_eos,
+                "chat_template": None if template is None else template.source,
+                "model_max_length": service.max_length,
+            }
+        )
 
     return router
 

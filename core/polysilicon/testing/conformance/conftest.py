@@ -15,6 +15,7 @@ import pytest
 from polysilicon.backend import Backend, Device, Unavailable
 from polysilicon.plugins import load_plugins
 from polysilicon.testing.kit import Kit
+from polysilicon.testing.pairs import cover_pairs
 
 _SEED = pytest.StashKey[int]()
 _NO_BACKEND = (
@@ -31,8 +32,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what is expected to fail, in `PATTERN: REASON` lines; strictly."""
+    """Mark what is expected to fail, in `PATTERN: REASON` lines; strictly. Leave out what
+    `--polysilicon-pairs` does not ask for."""
     folder = Path(__file__).parent
+    if config.getoption("polysilicon_pairs"):
+        _keep_pairs(folder, items)
     for line in config.getini("polysilicon_xfail"):
         pattern, separator, reason = line.partition(": ")
         if not separator or not reason.strip():
@@ -43,6 +47,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.path.parent == folder and matches(f"{item.path.name}::{item.name}"):
                 item.add_marker(pytest.mark.xfail(reason=reason.strip(), strict=True))
+
+
+def _keep_pairs(folder: Path, items: list[pytest.Item]) -> None:
+    tests: dict[tuple[object, ...], list[tuple[pytest.Item, dict[str, str]]]] = {}
+    for item in items:
+        if item.path.parent == folder and isinstance(item, pytest.Function):
+            parameters = item.callspec.params if hasattr(item, "callspec") else {}
+            values = {name: repr(value) for name, value in parameters.items()}
+            test = (item.path, item.originalname, values.pop("backend_name", None))
+            tests.setdefault(test, []).append((item, values))
+    left_out: set[pytest.Item] = set()
+    for own in tests.values():
+        kept = cover_pairs([values for _, values in own])
+        left_out |= {item for place, (item, _) in enumerate(own) if place not in kept}
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="session")

@@ -72,6 +72,13 @@ def test_group_float(kit: Kit, format: str, group: int | str, variant: str) -> N
     check_product(kit, [encoded.group_float(kit.rng, (37, columns), format, span, variant)])
 
 
+@pytest.mark.parametrize("group", [16, 32])
+def test_codes_of_three_bits(kit: Kit, group: int) -> None:
+    """A codebook of 8 entries under super-scales, as GGUF's IQ types come."""
+    weight = encoded.group_float(kit.rng, (37, 384), "codebook:8", group, "super_scale")
+    check_product(kit, [weight])
+
+
 @pytest.mark.parametrize("shape", [(64, 128), (37, 101), (33, 65)])
 @pytest.mark.parametrize("format", ["f8_e4m3", "f8_e5m2"])
 def test_scale_blocks(kit: Kit, format: str, shape: tuple[int, int]) -> None:
