@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.resources
+import re
 import subprocess
 import sys
 
@@ -75,3 +77,19 @@ def test_options_that_are_taken():
 def test_arguments_are_read_from_a_kernel_s_declaration():
     types = argument_types(source_of("pages"), "copy_slots")
     assert [kind is None for kind in types] == [True, True, True, False]
+
+
+def test_functions_that_are_given_local_memory_are_inlined():
+    """Or PoCL's threads share it: see `INLINED` in common.cl."""
+    folder = importlib.resources.files("polysilicon_opencl") / "kernels"
+    given = [
+        (path.name, qualifiers.split()[0], name)
+        for path in folder.iterdir()
+        for qualifiers, name, parameters in re.findall(
+            r"^(\w[\w ]*?)(\w+)\(([^;{}]*)\)\n\{", path.read_text("utf-8"), flags=re.M
+        )
+        if re.search(r"\blocal\b", parameters)
+    ]
+    assert ("common.cl", "INLINED", "lanes_sum") in given
+    assert ("sampling.cl", "INLINED", "narrow") in given
+    assert {first for _, first, _ in given} == {"INLINED"}

@@ -59,10 +59,11 @@ def test_top_p_of_well_separated_weights(kit, top_p, top_k):
 
 
 def test_equal_logits_and_top_p(kit):
-    """Every id weighs the same: the first of them stay, and only those are drawn."""
+    """Every id weighs the same: the first of them stay, and only those are drawn. Many times, as
+    work-groups on several threads may only meet by chance."""
     logits = np.zeros((200, 64), np.float32)
-    tokens = drawn(kit, logits, drawing(kit, 200, temperature=1.0, top_p=0.25))
-    assert set(tokens) == set(range(16))
+    tokens = [drawn(kit, logits, drawing(kit, 200, temperature=1.0, top_p=0.25)) for _ in range(20)]
+    assert set(np.concatenate(tokens)) == set(range(16))
 
 
 def test_extremes(kit):
