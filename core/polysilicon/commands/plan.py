@@ -95,6 +95,7 @@ def plan(
     from polysilicon.errors import ConfigError
     from polysilicon.plan import planner, tables
     from polysilicon.plan.model import open_model, quantized
+    from polysilicon.plan.placed import placed
     from polysilicon.plugins import load_plugins
     from polysilicon.progress import bar
 
@@ -124,26 +125,27 @@ def plan(
             adapter_rank=adapter_rank,
         )
         variants = [
-            (scheme, quantized(planned, scheme)) for scheme in _listed("--quantize", quantize)
+            (scheme, placed(quantized(planned, scheme)))
+            for scheme in _listed("--quantize", quantize)
         ]
         plans = [
             planner.plan(variant, scheme, place, load, price=cost)
             for place, cost in zip(places, prices, strict=True)
             for scheme, variant in variants
         ]
-        at_hand = _backends(plugins)
+        backends = _backends(plugins)
         if html is not None:
             from polysilicon.plan.report import render
 
             try:
-                html.write_text(render(plans, at_hand), encoding="utf-8")
+                html.write_text(render(plans, backends), encoding="utf-8")
             except OSError as error:
                 raise ConfigError(f"--html {html} cannot be written: {error.strerror}") from None
     if as_json:
-        print_json(tables.as_json(plans, at_hand))
+        print_json(tables.as_json(plans, backends))
         return
     print(tables.summary(plans[0]))
-    print_table(("", *map(tables.label, plans)), tables.rows(plans, at_hand))
+    print_table(("", *map(tables.label, plans)), tables.rows(plans, backends))
     for note in tables.notes(plans):
         print(f"polysilicon: {note}", file=sys.stderr)
 
@@ -158,8 +160,10 @@ def _hardware(name: str, config: Config, plugins: Plugins, held: contextlib.Exit
 
 
 def _backends(plugins: Plugins) -> dict[str, Capabilities]:
-    """What the backends that can run here declare, by name."""
+    """What backends declare, by name: those that can run here by their devices, others by what
+    their lane last reported."""
     from polysilicon.errors import PluginError
+    from polysilicon.lane_reports import declared, kept_reports
     from polysilicon.selection import BackendStatus, capabilities, probe_all
 
     found = {}
@@ -167,7 +171,9 @@ def _backends(plugins: Plugins) -> dict[str, Capabilities]:
         if report.status is BackendStatus.AVAILABLE:
             with contextlib.suppress(PluginError):
                 found[report.name] = capabilities(report)
-    return found
+    reported = {name: declared(report) for name, report in kept_reports().items()}
+    others = {name: said for name, said in reported.items() if said is not None}
+    return found | {name: said for name, said in others.items() if name not in found}
 
 
 def _listed(flag: str, text: str) -> list[str]:

@@ -13,27 +13,32 @@ from polysilicon.plan.units import size
 
 _FLOAT = 4
 
-_SCRATCH = 16 << 20
+_SCRATCH = 32 << 20
 """Bytes of kernels' own scratch memory, whatever the model."""
 
-_SAMPLED_COPIES = 4
-"""How often logits of sampling sequences are held: of two steps in flight, each as outputs and as
-the sampler's."""
+_OUTPUT_COPIES = 8
+"""How often logits of sampling sequences are held as outputs: of two steps in flight, and in the
+sizes that steps before had."""
 
-_PROMPT_COPIES = 2
-"""How often logits of a whole step are, which log-probabilities of prompts take: outputs and the
-sampler's."""
+_PROMPT_COPIES = 3
+"""The same for logits of every token of a step, which are rare and of few sizes."""
+
+_SAMPLER_COPIES, _SAMPLER_ROWS = 3, 64
+"""The sampler's copies of logits, their ids and scores, of so many rows at once."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bill:
     """Bytes by item. kv: of each KV group, by name. adapters: of all their slots. workspace: an
-    estimate of activations, logits and kernels' scratch memory."""
+    estimate of activations, logits and kernels' scratch memory. prompt_logits: what steps take
+    beside, at most, for requests that ask for log-probabilities of their prompts; not in `total`.
+    """
 
     weights: int
     kv: Mapping[str, int]
     adapters: int
     workspace: int
+    prompt_logits: int
 
     @property
     def kv_total(self) -> int:
@@ -50,7 +55,8 @@ class Bill:
         if self.adapters:
             items["adapters"] = self.adapters
         items["workspace about"] = self.workspace
-        return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in items.items())
+        items["log-probabilities of prompts up to"] = self.prompt_logits
+        return ", ".join(f"{name} {size(nbytes)}" for name, nbytes in items.items()) + " more"
 
 
 def kv_bytes(
@@ -70,8 +76,7 @@ def workspace_bytes(config: ModelConfig, *, step_tokens: int, max_sequences: int
     Activations are float32: for every token of a step the residual stream and two values of its
     width, and the widest of what stands between two of them: queries, keys, values and what
     attention makes of them, or the three values of a feed-forward block, of a mixture for every
-    expert that the token goes to. Logits are float32, with a row for every sequence that samples in
-    a step, and with a row for every token of a step.
+    expert that the token goes to. Logits are float32, a row for every sequence that samples.
     """
     value_dim = config.value_dim or config.head_dim
     widths = [
@@ -81,10 +86,20 @@ def workspace_bytes(config: ModelConfig, *, step_tokens: int, max_sequences: int
     if config.experts is not None:
         experts = config.experts
         widths.append(experts.top_k * (3 * experts.size + config.hidden_size))
-    tokens = step_tokens * (3 * config.hidden_size + max(widths))
-    sampled = min(max_sequences, step_tokens)
-    rows = _SAMPLED_COPIES * sampled + _PROMPT_COPIES * step_tokens
-    return (tokens + rows * config.vocab_size) * _FLOAT + _SCRATCH
+    activations = step_tokens * (3 * config.hidden_size + max(widths))
+    logits = _logits(config, rows=min(max_sequences, step_tokens), copies=_OUTPUT_COPIES)
+    return activations * _FLOAT + logits + _SCRATCH
+
+
+def prompt_logits_bytes(config: ModelConfig, *, step_tokens: int) -> int:
+    """The most that log-probabilities of prompts take: logits of every token of a step."""
+    return _logits(config, rows=step_tokens, copies=_PROMPT_COPIES)
+
+
+def _logits(config: ModelConfig, *, rows: int, copies: int) -> int:
+    """Bytes of rows of logits as outputs and in the sampler."""
+    held = copies * rows + _SAMPLER_COPIES * min(rows, _SAMPLER_ROWS)
+    return held * config.vocab_size * _FLOAT
 
 
 def adapter_bytes(linears: Iterable[tuple[int, int]], *, adapters: int, rank: int) -> int:

@@ -67,17 +67,14 @@ class PlannedTensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedModel:
-    """A model by its parameters. name: as the user wrote it. notes: what the user should know of
-    how it was counted."""
+    """A model by its parameters. name: as the user wrote it. parameters: how many the checkpoint
+    has. notes: what the user should know of how it was counted."""
 
     name: str
     config: ModelConfig
+    parameters: int
     tensors: tuple[PlannedTensor, ...]
     notes: tuple[str, ...] = ()
-
-    @functools.cached_property
-    def parameters(self) -> int:
-        return sum(tensor.parameters for tensor in self.tensors)
 
     @functools.cached_property
     def nbytes(self) -> int:
@@ -124,7 +121,7 @@ def _from_config(name: str, path: Path, families: Sequence[Architecture]) -> Pla
     config = family.read_hf(fields, None)
     stored = stored_weights(values, str(path))
     tensors = tuple(_planned(key, shape, stored) for key, shape in family.shapes(config).items())
-    return PlannedModel(name=name, config=config, tensors=tensors, notes=stored.notes)
+    return _counted(name, config, tensors, notes=stored.notes)
 
 
 def _planned(key: str, shape: tuple[int, ...], stored: StoredWeights) -> PlannedTensor:
@@ -165,7 +162,19 @@ def _from_checkpoint(
             nbytes = nbytes * math.prod(shape) // max(1, sum(math.prod(i.shape) for i in infos))
         encoding = encodings.get(infos[0].type, infos[0].type)
         tensors.append(PlannedTensor(key=key, shape=shape, nbytes=nbytes, encoding=encoding))
-    return PlannedModel(name=name, config=config, tensors=tuple(tensors))
+    return _counted(name, config, tensors)
+
+
+def _counted(
+    name: str, config: ModelConfig, tensors: Sequence[PlannedTensor], notes: tuple[str, ...] = ()
+) -> PlannedModel:
+    return PlannedModel(
+        name=name,
+        config=config,
+        parameters=sum(tensor.parameters for tensor in tensors),
+        tensors=tuple(tensors),
+        notes=notes,
+    )
 
 
 def quantized(model: PlannedModel, scheme: str) -> PlannedModel:

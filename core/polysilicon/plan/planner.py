@@ -8,7 +8,13 @@ from collections.abc import Callable
 from polysilicon.backend import KV_DTYPES, KVSpec
 from polysilicon.errors import ConfigError
 from polysilicon.models.config import kv_groups
-from polysilicon.plan.bill import Bill, adapter_bytes, kv_bytes, workspace_bytes
+from polysilicon.plan.bill import (
+    Bill,
+    adapter_bytes,
+    kv_bytes,
+    prompt_logits_bytes,
+    workspace_bytes,
+)
 from polysilicon.plan.hardware import Figure, Hardware
 from polysilicon.plan.model import PlannedModel
 from polysilicon.plan.speed import (
@@ -173,6 +179,7 @@ def bill_of(model: PlannedModel, load: Load) -> Bill:
         workspace=workspace_bytes(
             model.config, step_tokens=load.step_tokens, max_sequences=load.concurrency
         ),
+        prompt_logits=prompt_logits_bytes(model.config, step_tokens=load.step_tokens),
     )
 
 

@@ -6,42 +6,45 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import StrMethodFormatter
 
 from polysilicon.bench.plots import draw
 from polysilicon.plan.planner import MOST_SEQUENCES, Plan, Speed, most_sequences
 from polysilicon.plan.tables import label
 
-_GIB = 2**30
 _POINTS = 8
 
 
 def memory(plans: Sequence[Plan]) -> bytes:
-    """What each plan takes, item by item, beside what there is."""
+    """What each plan takes of its accelerator's memory, item by item."""
 
     def plot(axes: Axes) -> None:
         places = list(range(len(plans)))
         left = [0.0] * len(plans)
-        for name, sizes in _items(plans).items():
-            axes.barh(places, sizes, left=left, label=name)
-            left = [start + width for start, width in zip(left, sizes, strict=True)]
-        limits = [plan.hardware.memory.value / _GIB for plan in plans]
-        axes.plot(limits, places, "|", color="black", markersize=18, label="there is")
+        for name, shares in _items(plans).items():
+            axes.barh(places, shares, left=left, label=name)
+            left = [start + width for start, width in zip(left, shares, strict=True)]
+        axes.axvline(100, color="black", linewidth=1)
         axes.set_yticks(places, [label(plan) for plan in plans])
         axes.invert_yaxis()
-        axes.set_xlabel("GiB")
-        axes.legend(frameon=False, fontsize=8)
+        axes.set_xlabel("% of the memory")
+        axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 
     return draw(1, [("Memory", plot)])
 
 
 def _items(plans: Sequence[Plan]) -> dict[str, list[float]]:
-    """GiB of each plan by item."""
-    items = {"weights": [plan.bill.weights / _GIB for plan in plans]}
+    """Percents of the memory that each plan takes, by item."""
+
+    def shares(nbytes: Callable[[Plan], int]) -> list[float]:
+        return [100 * nbytes(plan) / plan.hardware.memory.value for plan in plans]
+
+    items = {"weights": shares(lambda plan: plan.bill.weights)}
     for group in plans[0].bill.kv:
-        items[f"KV, {group}"] = [plan.bill.kv[group] / _GIB for plan in plans]
-    items["adapters"] = [plan.bill.adapters / _GIB for plan in plans]
-    items["workspace"] = [plan.bill.workspace / _GIB for plan in plans]
-    return {name: sizes for name, sizes in items.items() if any(sizes)}
+        items[f"KV, {group}"] = shares(lambda plan, group=group: plan.bill.kv[group])  # type: ignore[misc]
+    items["adapters"] = shares(lambda plan: plan.bill.adapters)
+    items["workspace"] = shares(lambda plan: plan.bill.workspace)
+    return {name: found for name, found in items.items() if any(found)}
 
 
 def against_load(plans: Sequence[Plan]) -> bytes:
@@ -74,13 +77,13 @@ def against_load(plans: Sequence[Plan]) -> bytes:
         def plot(axes: Axes) -> None:
             for index, plan in enumerate(plans):
                 found = [(point, value(index, point)) for point in points]
-                known = [(point, y) for point, y in found if y is not None]
+                known = [(point, figure) for point, figure in found if figure is not None]
                 if known:
-                    axes.plot(
-                        *zip(*known, strict=True), marker="o", markersize=3, label=label(plan)
-                    )
+                    curve = zip(*known, strict=True)
+                    axes.plot(*curve, "o-", color=f"C{index}", markersize=3, label=label(plan))
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
+            axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
             axes.set_xlabel(x)
             axes.set_ylabel(y)
             if axes.lines:

@@ -1,4 +1,4 @@
-"""Which backends at hand run a model's weights as they are stored."""
+"""Which backends run a model's weights as they are stored."""
 
 from __future__ import annotations
 

@@ -32,70 +32,81 @@ def summary(plan: Plan) -> str:
 
 
 def rows(plans: Sequence[Plan], backends: Mapping[str, Capabilities]) -> list[tuple[str, ...]]:
-    """One row a figure, one column a plan. backends: capabilities of those at hand, by name."""
+    """One row a figure, one column a plan. backends: what they declare, by name."""
     load = plans[0].load
-    many = f"{load.concurrency:,} streams at {load.context:,} tokens"
-
-    def row(name: str, cell: Callable[[Plan], str | None]) -> tuple[str, ...] | None:
-        cells = [cell(plan) for plan in plans]
-        return (name, *(c or "" for c in cells)) if any(cells) else None
-
-    def known(value: float | None, show: Callable[[float], str]) -> str:
-        return UNKNOWN if value is None else show(value)
-
-    def rate(value: float | None) -> str:
-        return known(value, lambda v: f"{v:,.0f} tok/s" if v >= 10 else f"{v:,.2f} tok/s")
-
-    groups = [spec.name for spec in plans[0].specs]
-    found = [
-        row("Weights", lambda plan: size(plan.bill.weights)),
-        *(
-            row(f"KV, {group}", lambda plan, group=group: size(plan.bill.kv[group]))  # type: ignore[misc]
-            for group in groups
+    streams = {1: _rate_of("stream_rate"), load.concurrency: _rate_of("batch_rate")}
+    figures: list[tuple[str, _Cell]] = [
+        ("Weights", lambda plan: size(plan.bill.weights)),
+        *((f"KV, {spec.name}", _kv_of(spec.name)) for spec in plans[0].specs),
+        ("Adapters", lambda plan: size(plan.bill.adapters) if plan.bill.adapters else ""),
+        ("Workspace, about", lambda plan: size(plan.bill.workspace)),
+        ("Together", lambda plan: size(plan.bill.total)),
+        ("Memory", lambda plan: size(plan.hardware.memory.value)),
+        ("Fits", _fits),
+        (
+            "Log-probabilities of prompts, up to, beside",
+            lambda plan: size(plan.bill.prompt_logits),
         ),
-        row("Adapters", lambda plan: size(plan.bill.adapters) if plan.bill.adapters else None),
-        row("Workspace, about", lambda plan: size(plan.bill.workspace)),
-        row("Together", lambda plan: size(plan.bill.total)),
-        row("Memory", lambda plan: size(plan.hardware.memory.value)),
-        row("Fits", _fits),
-        row(
-            f"Longest context of {load.concurrency:,} sequences",
+        (
+            f"Longest context of {_counted(load.concurrency, 'sequence')}",
             lambda plan: f"{plan.most_context:,}" if plan.most_context else "none",
         ),
-        row(
+        (
             f"Most sequences of {load.context:,} tokens",
             lambda plan: f"{plan.most_sequences:,}" if plan.most_sequences else "none",
         ),
-        row(
-            "Bandwidth",
-            lambda plan: known(_value(plan.bandwidth), lambda v: f"{v / 1e9:,.0f} GB/s"),
+        ("Bandwidth", _bandwidth),
+        ("Products", _products),
+        *(
+            (f"Decode, {_counted(n, 'stream')} at {load.context:,} tokens, at most", cell)
+            for n, cell in streams.items()
         ),
-        row("Products", _products),
-        row(
-            f"Decode, 1 stream at {load.context:,} tokens, at most",
-            lambda plan: rate(plan.stream_rate),
-        ),
-        row(f"Decode, {many}, at most", lambda plan: rate(plan.batch_rate)),
-        row(
-            f"Prefill of {load.input_tokens:,} tokens, at most",
-            lambda plan: rate(plan.prefill_rate),
-        ),
-        row("TTFT, at least", lambda plan: known(plan.ttft, duration)),
-        row("TPOT, at least", lambda plan: known(plan.tpot, duration)),
-        row(
+        (f"Prefill of {load.input_tokens:,} tokens, at most", _rate_of("prefill_rate")),
+        ("TTFT, at least", lambda plan: _known(plan.ttft, duration)),
+        ("TPOT, at least", lambda plan: _known(plan.tpot, duration)),
+        (
             f"E2E of {load.output_tokens:,} output tokens, at least",
-            lambda plan: known(plan.end_to_end, duration),
+            lambda plan: _known(plan.end_to_end, duration),
         ),
-        row(
-            "Dollars a million input tokens, at least", lambda plan: _dollars(plan, plan.input_cost)
-        ),
-        row(
-            "Dollars a million output tokens, at least",
-            lambda plan: _dollars(plan, plan.output_cost),
-        ),
-        row("Backends here", lambda plan: described(plan.model, backends)),
+        ("Dollars a million input tokens, at least", _dollars_of("input_cost")),
+        ("Dollars a million output tokens, at least", _dollars_of("output_cost")),
+        ("Backends", lambda plan: described(plan.model, backends)),
     ]
-    return [item for item in found if item is not None]
+    table = [(name, *(cell(plan) for plan in plans)) for name, cell in figures]
+    return [row for row in table if any(row[1:])]
+
+
+_Cell = Callable[[Plan], str]
+
+
+def _known(value: float | None, show: Callable[[float], str]) -> str:
+    return UNKNOWN if value is None else show(value)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _kv_of(group: str) -> _Cell:
+    return lambda plan: size(plan.bill.kv[group])
+
+
+def _rate_of(field: str) -> _Cell:
+    def show(rate: float) -> str:
+        return f"{rate:,.0f} tok/s" if rate >= 10 else f"{rate:,.2f} tok/s"
+
+    return lambda plan: _known(getattr(plan, field), show)
+
+
+def _dollars_of(field: str) -> _Cell:
+    """Nothing where no price was given."""
+    return lambda plan: (
+        "" if plan.price is None else _known(getattr(plan, field), lambda cost: f"{cost:,.4f}")
+    )
+
+
+def _bandwidth(plan: Plan) -> str:
+    return UNKNOWN if plan.bandwidth is None else f"{plan.bandwidth.value / 1e9:,.0f} GB/s"
 
 
 def _fits(plan: Plan) -> str:
@@ -108,12 +119,6 @@ def _products(plan: Plan) -> str:
         return UNKNOWN
     dtype, rate = plan.products
     return f"{dtype}, {rate.value / 1e12:,.4g} Top/s"
-
-
-def _dollars(plan: Plan, cost: float | None) -> str | None:
-    if plan.price is None:
-        return None
-    return UNKNOWN if cost is None else f"{cost:,.4f}"
 
 
 def notes(plans: Sequence[Plan]) -> list[str]:
@@ -166,6 +171,7 @@ def _entry(plan: Plan, backends: Mapping[str, Capabilities]) -> dict[str, Any]:
         "kv_bytes": dict(plan.bill.kv),
         "adapters_bytes": plan.bill.adapters,
         "workspace_bytes": plan.bill.workspace,
+        "prompt_logits_bytes": plan.bill.prompt_logits,
         "total_bytes": plan.bill.total,
         "memory": figure(plan.hardware.memory),
         "fits": plan.fits,
@@ -185,7 +191,3 @@ def _entry(plan: Plan, backends: Mapping[str, Capabilities]) -> dict[str, Any]:
         "encodings": support(plan.model, backends),
         "notes": list(plan.model.notes),
     }
-
-
-def _value(figure: Figure | None) -> float | None:
-    return None if figure is None else figure.value

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import polysilicon.lane_reports
 from polysilicon.cli import run
 from polysilicon.plan.units import duration, size
 from polysilicon.reference.device import ReferenceDevice
@@ -21,7 +22,8 @@ WriteConfig = Callable[..., Path]
 @pytest.fixture(autouse=True)
 def one_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same on every machine, and no time lost on probing vendors' libraries."""
-    monkeypatch.setenv("POLYSILICON_PLUGINS", "reference")
+    monkeypatch.setattr(polysilicon.lane_reports, "kept_reports", dict)
+    monkeypatch.setenv("POLYSILICON_PLUGINS", "-cpu,-cuda,-rocm,-metal,-llamacpp")
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -64,7 +66,7 @@ def test_side_by_side(write_config: WriteConfig, capsys: pytest.CaptureFixture[s
     assert all(
         cell.endswith("tok/s") for cell in rows["Decode, 8 streams at 4,096 tokens, at most"]
     )
-    assert rows["Backends here"] == ["reference native"] * 6
+    assert rows["Backends"] == ["reference native"] * 6
     assert rows["Products"][0] == "bf16, 312 Top/s"
     assert "Adapters" not in rows
 
@@ -98,8 +100,7 @@ def test_json(write_config: WriteConfig, capsys: pytest.CaptureFixture[str]) -> 
     assert first["e2e_s"] == pytest.approx(first["ttft_s"] + 511 * first["tpot_s"])
     assert second["prefill_tokens_per_s"] is None
     assert first["input_dollars_per_million"] is None
-    layers = first["encodings"][-1] if "fp8" in str(first["encodings"]) else first["encodings"][0]
-    assert set(layers) == {"encoding", "formats", "support"}
+    assert any(entry["encoding"].startswith("float:f8_e4m3") for entry in first["encodings"])
     dense = next(e for e in first["encodings"] if e["encoding"] == "dense:bf16")
     assert "safetensors BF16" in dense["formats"]
     assert "gguf BF16" in dense["formats"]
@@ -132,6 +133,25 @@ def test_this_machine(
     assert only["bandwidth"]["value"] == 1e10
     assert "MiB over and over" in only["bandwidth"]["source"]
     assert only["memory"]["source"] == "backend reference"
+
+
+def test_backends_that_only_a_lane_has_run(
+    write_config: WriteConfig, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = {
+        "capabilities": {
+            "compute": "f16", "kv_dtypes": ["f16"], "page_sizes": [16], "encodings": ["dense:*"],
+        }
+    }  # fmt: skip
+    executor = {"capabilities": None}
+    monkeypatch.setattr(
+        polysilicon.lane_reports, "kept_reports", lambda: {"far": report, "whole": executor}
+    )
+    folder = str(write_config("qwen3-0.6b"))
+    out = printed(capsys, folder, "--hardware", "h100", "--quantize", "none,w4")
+    assert re.split(r"\s{2,}", out.splitlines()[-1].strip()) == [
+        "Backends", "reference native, far native", "reference native, far transcoded",
+    ]  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -173,7 +193,8 @@ def test_one_model_of_one_token_of_context(
     folder = str(write_config("qwen2.5-0.5b", max_position_embeddings=2))
     file = tmp_path / "least.html"
     out = printed(capsys, folder, "--hardware", "l4", "--concurrency", "1", "--html", str(file))
-    assert "Decode, 1 streams at 2 tokens" in out
+    assert out.count("Decode, 1 stream at 2 tokens") == 1
+    assert "Longest context of 1 sequence " in out
     assert Page(file.read_text()).tags["img"] == 2
 
 
@@ -198,7 +219,7 @@ def test_a_page_without_matplotlib(
         (["--quantize", "w3"], "Known are none, w4, w8, fp8"),
         (["--quantize", ","], "--quantize takes a name"),
         (["--context", "100000"], "the 4,096 tokens of"),
-        (["--context", "many"], "'many'"),
+        (["--context", "many"], "'--context'"),
         (["--concurrency", "0"], "--concurrency 0"),
         (["--concurrency", "-1"], "--concurrency -1"),
         (["--price", "free"], "--price takes dollars"),

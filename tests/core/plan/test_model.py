@@ -5,18 +5,26 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import ml_dtypes
 import numpy as np
+import numpy.typing as npt
 import pytest
+from safetensors.numpy import save_file
 
 from polysilicon.errors import ConfigError, DownloadError, ModelError
+from polysilicon.models.fields import Fields
 from polysilicon.models.loading import load_model
+from polysilicon.models.quantizing import quantize_loaded
+from polysilicon.models.registry import architectures, find_hf
 from polysilicon.plan.model import SCHEMES, open_model, quantized
+from polysilicon.plan.placed import placed
 from polysilicon.reference.device import ReferenceDevice
 from polysilicon.testing.tiny_models import tiny_gemma, tiny_llama
 from polysilicon.weights.checkpoint import open_checkpoint
+from polysilicon.weights.encodings import Dense
 
 WriteConfig = Callable[..., Path]
 
@@ -36,6 +44,7 @@ WriteConfig = Callable[..., Path]
         ("gpt-oss-20b", 20_914_757_184),
         ("phi-3-mini", 3_821_079_552),
         ("qwen3-30b-a3b", 30_532_122_624),
+        ("deepseek-v2-lite", 15_706_484_224),
     ],
 )
 def test_parameters_of_published_models(
@@ -155,15 +164,13 @@ def test_settings_that_lie(settings: dict[str, object], write_config: WriteConfi
 
 @pytest.mark.parametrize("tiny", [tiny_llama, tiny_gemma], ids=lambda tiny: tiny.__name__)
 def test_loading_takes_as_many_bytes(tiny: Callable[..., object], tmp_path: Path) -> None:
-    """The reference device keeps weights as they are stored, but vectors in float32."""
+    """The tiny models are stored in float32, as which the reference device holds all weights."""
     model = tiny()
     model.write(tmp_path)  # type: ignore[attr-defined]
     planned = open_model(str(tmp_path))
     device = ReferenceDevice()
     with open_checkpoint(tmp_path) as checkpoint:
         loaded = load_model(checkpoint, device)
-        stored = {info.nbytes for info in checkpoint.tensors.values()}
-    assert stored
     assert planned.nbytes == loaded.nbytes
     device.close()
 
@@ -174,9 +181,6 @@ def test_quantising_is_counted_as_it_is_done(
     scheme: str, hidden: int, write_config: WriteConfig
 ) -> None:
     """Element by element, by the functions that loading calls; 208 is no multiple of groups."""
-    from polysilicon.models.quantizing import quantize_loaded
-    from polysilicon.weights.encodings import Dense
-
     folder = write_config(
         "qwen2.5-0.5b", hidden_size=hidden, intermediate_size=96, num_attention_heads=8,
         num_key_value_heads=4, head_dim=32, num_hidden_layers=2, vocab_size=70,
@@ -300,3 +304,51 @@ def test_no_directory_and_no_model(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps({"model_type": "?"}))
     with pytest.raises(ModelError):
         open_model(str(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize("query_rank", [None, 48])
+@pytest.mark.parametrize("scheme", ["none", "w8"])
+def test_latent_attention_is_placed_as_it_is_counted(
+    query_rank: int | None, scheme: str, write_config: WriteConfig
+) -> None:
+    """Held to a random checkpoint of that config on a device."""
+    folder = write_config(
+        "deepseek-v2-lite", hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
+        num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=2, kv_lora_rank=32,
+        q_lora_rank=query_rank, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16,
+        n_routed_experts=4, num_experts_per_tok=2, n_shared_experts=1, vocab_size=70,
+    )  # fmt: skip
+    planned = open_model(str(folder))
+    write_random_weights(folder)
+    assert open_model(str(folder)).nbytes == planned.nbytes
+    counted = placed(quantized(planned, scheme))
+    assert counted.parameters == planned.parameters
+    assert "merged" in counted.notes[-1]
+    device = ReferenceDevice()
+    with open_checkpoint(folder) as checkpoint:
+        loaded = load_model(checkpoint, device, quantize=None if scheme == "none" else scheme)
+    # The reference device holds every element in float32.
+    assert 4 * sum(t.parameters for t in counted.tensors) == loaded.nbytes
+    wide = {t.encoding for t in counted.tensors if t.key.endswith((".o.weight", ".k_rope.weight"))}
+    assert wide == {"dense:bf16"}
+    device.close()
+
+
+def test_other_attention_is_placed_as_it_is_stored(write_config: WriteConfig) -> None:
+    model = open_model(str(write_config("llama-2-7b")))
+    assert placed(model) is model
+
+
+def write_random_weights(folder: Path) -> None:
+    """Weights in bfloat16 for the config.json of a folder."""
+    values = json.loads((folder / "config.json").read_text())
+    fields = Fields(values, "config.json")
+    family = find_hf(fields, architectures())
+    shapes = family.shapes(family.read_hf(fields, None))
+    rng = np.random.default_rng()
+    tensors: dict[str, npt.NDArray[Any]] = {}
+    for key in shapes:
+        source = family.hf_tensors[0].source(key, shapes)
+        for name in source.tensors:
+            tensors[name] = rng.standard_normal(source.shape).astype(ml_dtypes.bfloat16)
+    save_file(tensors, folder / "model.safetensors")

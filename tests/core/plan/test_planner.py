@@ -13,10 +13,11 @@ import pytest
 from polysilicon.backend import KV_DTYPES
 from polysilicon.errors import ConfigError
 from polysilicon.models.config import kv_groups
-from polysilicon.plan.bill import kv_bytes, workspace_bytes
+from polysilicon.plan.bill import kv_bytes, prompt_logits_bytes, workspace_bytes
 from polysilicon.plan.hardware import Figure, Hardware, KnownHardware, find_hardware, hardware_table
 from polysilicon.plan.kv import plan_pages
 from polysilicon.plan.model import PlannedModel, open_model, quantized
+from polysilicon.plan.placed import placed
 from polysilicon.plan.planner import Load, Plan, Speed, bill_of, load_for, plan
 from polysilicon.plan.speed import Work, cost_per_million, end_to_end
 from polysilicon.plan.weights import weight_traffic
@@ -64,6 +65,13 @@ def test_kv_of_llama_3_70b(write_config: WriteConfig) -> None:
     assert bill.kv["full"] - spec.page_bytes == 1.25 * 2**30
 
 
+def test_kv_of_latent_attention(write_config: WriteConfig) -> None:
+    """One key of 576 and one value of 512 for all heads of each of 27 layers."""
+    model = open_model(str(write_config("deepseek-v2-lite")))
+    (spec,) = kv_groups(model.config, 16, "bf16")
+    assert spec.token_bytes == 27 * 2 * (576 + 512)
+
+
 def test_a_stream_on_an_a100(write_config: WriteConfig) -> None:
     """14 GB at 2 TB/s are about 140 tokens a second, and four times as many in a quarter of the
     bytes; Llama-2-7B's 13.2 GB that a step reads are a little more."""
@@ -108,14 +116,23 @@ def visible(position: int, window: int | None) -> int:
 
 
 @pytest.mark.parametrize(
-    "name", ["llama-2-7b", "mistral-7b", "gemma-2-2b", "gemma-3-1b", "mixtral-8x7b", "gpt-oss-20b"]
+    "name",
+    [
+        "llama-2-7b",
+        "mistral-7b",
+        "gemma-2-2b",
+        "gemma-3-1b",
+        "mixtral-8x7b",
+        "gpt-oss-20b",
+        "deepseek-v2-lite",
+    ],
 )
 def test_operations_counted_one_by_one(name: str, write_config: WriteConfig) -> None:
     """Small prompts: every token by every matrix, every query by every key that it sees."""
     rng = np.random.default_rng()
     window = int(rng.integers(1, 40))
     changes = {"sliding_window": window} if name in WINDOWED else {}
-    model = open_model(str(write_config(name, **changes)))
+    model = placed(open_model(str(write_config(name, **changes))))
     config = model.config
     tokens = int(rng.integers(1, 90))
     speed = Speed(model, made(bandwidth=1e30, rates={"bf16": 1.0}), loaded(model))
@@ -126,7 +143,7 @@ def test_operations_counted_one_by_one(name: str, write_config: WriteConfig) -> 
         if tensor.is_matrix and tensor.key.startswith("layers.")
     )
     head = config.vocab_size * config.hidden_size
-    each = 2 * config.heads * config.head_dim * 2
+    each = 2 * config.heads * (config.head_dim + (config.value_dim or config.head_dim))
     pairs = sum(
         visible(position, limit) for limit in config.windows for position in range(1, tokens + 1)
     )
@@ -304,7 +321,10 @@ def test_the_workspace_grows_with_steps_and_sequences(write_config: WriteConfig)
         for sequences in (8, 64, 1 << 16)
     }
     assert sizes[128, 8] < sizes[128, 64] < sizes[512, 64] < sizes[512, 1 << 16]
-    assert sizes[512, 64] - sizes[512, 8] == 4 * 56 * 32000 * 4
+    # Outputs eight times, and three copies in the sampler.
+    assert sizes[512, 64] - sizes[512, 8] == 56 * 32000 * 4 * (8 + 3)
+    longest = prompt_logits_bytes(config, step_tokens=512)
+    assert longest == (3 * 512 + 3 * 64) * 32000 * 4
 
 
 @pytest.mark.parametrize(
