@@ -84,8 +84,8 @@ def evaluate(
         typer.Option(
             metavar="NAME=VALUE",
             help="An engine option of the reference's own, such as backend=reference or "
-            "kv-dtype=f32; may be repeated. The others are as given, but that another backend or "
-            "executor takes over none of its predecessor's.",
+            "kv-dtype=f32; may be repeated. The others are as given, but for --quantization, "
+            "--quantize and, on another backend, those of the model's backend.",
             rich_help_panel=_REFERENCE,
         ),
     ] = None,
@@ -307,14 +307,19 @@ def _reference_config(config: Config, pairs: Sequence[str]) -> Config:
             values.append(value.strip())
         else:
             own[field] = value.strip()
-    given = config.model_dump(include=config.model_fields_set)
+    left_out = _OF_THE_WEIGHTS
     if own.keys() & {"backend", "executor"}:
-        for field in ("backend", "executor", "device", "backend_option", "activations"):
-            given.pop(field, None)
+        left_out |= _OF_THE_BACKEND
+    given = config.model_dump(include=config.model_fields_set - left_out)
     try:
         return load_config(None, given | own)
     except ConfigError as error:
         raise ConfigError(f"--against-with: {error}") from None
+
+
+_OF_THE_WEIGHTS = frozenset({"quantization", "quantize"})
+_OF_THE_BACKEND = frozenset({"backend", "executor", "device", "backend_option", "activations"})
+"""Engine options that a reference does not take over: at all, and with another backend."""
 
 
 def _check_report(report: Path | None) -> None:

@@ -84,7 +84,7 @@ class _Listener:
         scored = sampling.targets >= 0
         if isinstance(self._executor, LogitsExecutor):
             tokens, logits = self._executor.logits(batch, sampling, copies, previous)
-            self._taken.append(logits[scored])
+            self._taken.append(logits if scored.all() else logits[scored])
             return tokens
         # A whole-model executor keeps its logits: all log-probabilities tell as much.
         everything = dataclasses.replace(sampling, top_logprobs=self.vocab_size)

@@ -9,6 +9,7 @@ from polysilicon.evals.evaluation import Evaluation
 _FIGURES = (
     ("Tokens scored", "scored_tokens", ",.0f"),
     ("  in windows", "windows", ",.0f"),
+    ("  of a vocabulary of", "vocabulary", ",.0f"),
     ("  of no probability", "impossible_tokens", ",.0f"),
     ("Perplexity", "perplexity", ",.4f"),
     ("Perplexity over the reference's", "perplexity_ratio", ".5f"),

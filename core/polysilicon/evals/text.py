@@ -29,12 +29,14 @@ _SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0)
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class TextScores:
     """The scored tokens of a text in order, `[n]`. tokens: their ids. places: their indices in
-    their windows. logprobs: of the model. comparison: with the reference, where there is one."""
+    their windows. logprobs: of the model. vocabulary: how many ids they are shares of. comparison:
+    with the reference, where there is one."""
 
     windows: int
     tokens: npt.NDArray[np.int64]
     places: npt.NDArray[np.int64]
     logprobs: Float64
+    vocabulary: int
     comparison: Comparison | None = None
 
 
@@ -85,7 +87,8 @@ def score_text(loaded: Loaded, windows: Sequence[Window], advance: Advance) -> T
         # Those of the prompt begin with its second token.
         found[index] = np.array(scores[windows[index].first - 1 :], np.float64)
         advance()
-    return _scores(windows, np.concatenate([found[index] for index in range(len(windows))]))
+    logprobs = np.concatenate([found[index] for index in range(len(windows))])
+    return _scores(windows, logprobs, loaded.engine.executor.vocab_size)
 
 
 def compare_text(
@@ -95,18 +98,19 @@ def compare_text(
 
     Raises RequestError when an engine fails.
     """
-    parts = list(_compared(Distributions(loaded), Distributions(reference), windows, advance))
-    comparison = joined(parts)
-    return _scores(windows, comparison.logprob, comparison)
+    pair = Distributions(loaded), Distributions(reference)
+    width = min(model.vocab_size for model in pair)
+    comparison = joined(list(_compared(*pair, width, windows, advance)))
+    return _scores(windows, comparison.logprob, width, comparison)
 
 
 def _compared(
     model: Distributions,
     reference: Distributions,
+    width: int,
     windows: Iterable[Window],
     advance: Advance,
 ) -> Iterator[Comparison]:
-    width = min(model.vocab_size, reference.vocab_size)
     for window in windows:
         targets = np.array(window.scored, np.int64)
         at = 0
@@ -118,7 +122,10 @@ def _compared(
 
 
 def _scores(
-    windows: Sequence[Window], logprobs: Float64, comparison: Comparison | None = None
+    windows: Sequence[Window],
+    logprobs: Float64,
+    vocabulary: int,
+    comparison: Comparison | None = None,
 ) -> TextScores:
     places = [np.arange(window.first, len(window.tokens)) for window in windows]
     return TextScores(
@@ -126,6 +133,7 @@ def _scores(
         tokens=np.concatenate([np.array(window.scored, np.int64) for window in windows]),
         places=np.concatenate(places),
         logprobs=logprobs,
+        vocabulary=vocabulary,
         comparison=comparison,
     )
 
@@ -142,6 +150,7 @@ def text_figures(scores: TextScores) -> dict[str, float | None]:
     figures: dict[str, float | None] = {
         "windows": scores.windows,
         "scored_tokens": len(scores.logprobs),
+        "vocabulary": scores.vocabulary,
         "impossible_tokens": int(np.isneginf(scores.logprobs).sum()),
         **cost.figures("mean_cost"),
         **cost.exponential().figures("perplexity"),

@@ -83,6 +83,15 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose logits are all no numbers."""
+    model = tiny_llama()
+    norm = {"model.norm.weight": np.full_like(model.tensors["model.norm.weight"], np.nan)}
+    model = dataclasses.replace(model, tensors={**model.tensors, **norm})
+    return write(model, tmp_path_factory.mktemp("broken") / "model")
+
+
+@pytest.fixture(scope="session")
 def with_bos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tiny_llama(), tmp_path_factory.mktemp("bos") / "model", bos=True)
 

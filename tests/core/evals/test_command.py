@@ -222,3 +222,13 @@ def test_another_backend_takes_over_no_option_of_the_model_s(evaluated, tiny, te
     found = json.loads(out)
     assert set(found["model"]["settings"]) == {"backend", "kv_dtype", "device"}
     assert set(found["reference"]["settings"]) == {"backend", "kv_dtype"}
+
+
+def test_a_reference_is_not_quantised_with_the_model(evaluated, tiny, text):
+    arguments = ("--text", text, "--against", tiny, "--json")
+    status, out, err = evaluated(tiny, *arguments, options=("--quantize", "w4"))
+    assert status == 0, err
+    found = json.loads(out)
+    assert found["model"]["settings"]["quantize"] == "w4"
+    assert "quantize" not in found["reference"]["settings"]
+    assert found["mean_kl"] > 0.001

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -171,7 +172,9 @@ def test_vocabularies_of_two_widths_are_compared_where_both_have_ids(
     assert status == 0, err
     models = [made.llama, made.widened]
     rows, targets = expected(models if swapped else models[::-1], windows(context=64), 211)
-    check(json.loads(out), *rows, targets)
+    found = json.loads(out)
+    assert found["vocabulary"] == 211
+    check(found, *rows, targets)
 
 
 class WholeModel:
@@ -214,6 +217,24 @@ def test_scores_come_in_the_text_s_order(tiny, text, made):
     np.testing.assert_allclose(scores.logprobs, rows[np.arange(len(targets)), targets], atol=NEAR)
     assert list(scores.places[:3]) == [1, 2, 3]
     assert scores.places[-1] == len(of_text[-1].tokens) - 1
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_a_model_that_gives_no_numbers_keeps_no_threshold(evaluated, tiny, broken, text, compared):
+    other = ("--against", tiny) if compared else ()
+    arguments = ("--text", text, *other, "--max-perplexity", 1e9)
+    status, out, err = evaluated(broken, *arguments, "--json")
+    assert status == 1
+    assert err.splitlines()[-1] == "error: perplexity is inf, above --max-perplexity 1e+09"
+    found = json.loads(out)
+    assert found["impossible_tokens"] == found["scored_tokens"] == 299
+    assert found["perplexity"] is None
+    if compared:
+        assert found["mean_kl"] is found["kl_p50"] is found["mean_delta"] is None
+        assert found["reference_perplexity"] > 1
+    status, out, _ = evaluated(broken, *arguments)
+    assert re.search(r"of no probability +299\b", out)
+    assert re.search(r"Perplexity +inf\b", out)
 
 
 @pytest.mark.parametrize("content", [b"", b" \n\t\n"])
