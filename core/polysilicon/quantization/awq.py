@@ -15,8 +15,8 @@ from polysilicon.quantization.rtn import Fit
 from polysilicon.quantization.source import ModelSource, Unit
 from polysilicon.weights.encodings import Float32
 
-_RATIOS = np.linspace(0, 1, 11)
-_SEARCH_ROWS = 512
+_RATIOS = np.linspace(0, 1, 9)
+_SEARCH_ROWS = 256
 
 # Modules of a layer in which a norm feeds the linears named here and nothing else.
 _KNOWN = {

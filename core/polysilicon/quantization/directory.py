@@ -95,7 +95,7 @@ class DirectoryOutput:
         self._grids = grids
         self._dtype = source.dense_dtype
         self._writer = SafetensorsWriter(directory, dict(self._layout.metadata))
-        self._dense_modules: list[str] = []
+        self._dense_linears: list[str] = []
 
     def fit(self, unit: Unit) -> rtn.Fit | None:
         if not unit.linear or (unit.table and not self._layout.tables):
@@ -115,8 +115,8 @@ class DirectoryOutput:
             self._writer.add(f"{module}.{name}", array)
 
     def dense(self, unit: Unit, values: Float32) -> None:
-        if len(unit.shape) == 2:
-            self._dense_modules.append(unit.name.removesuffix(".weight"))
+        if len(unit.shape) == 2 and unit.parts[0].key != "embedding.weight":
+            self._dense_linears.append(unit.name.removesuffix(".weight"))
         self._writer.add(unit.name, _narrow(values, self._dtype))
 
     def close(self) -> None:
@@ -126,7 +126,10 @@ class DirectoryOutput:
             config.pop(key, None)
         config["torch_dtype"] = {"f16": "float16", "bf16": "bfloat16"}[self._dtype]
         config.pop("dtype", None)
-        linear = [name for name in self._dense_modules if not name.endswith("embed_tokens")]
+        linear = list(self._dense_linears)
+        if not self._layout.tables and self._source.head not in linear:
+            # A tied projection has no tensor, but tools look for one where it is not named.
+            linear.append(self._source.head)
         config |= self._layout.settings(self._grids.bits, self._grids.group, linear)
         _write_json(self._directory / "config.json", config)
 

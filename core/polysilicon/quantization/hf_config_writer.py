@@ -81,13 +81,18 @@ def _by_family(config: ModelConfig, family: Architecture) -> dict[str, Any]:
     gemma: dict[str, Any] = {
         "attention_bias": config.qkv_bias,
         "hidden_activation": _ACTIVATIONS[config.activation],
-        "query_pre_attn_scalar": round(config.attention_scale**-2, 6),
+        "query_pre_attn_scalar": _whole(config.attention_scale**-2),
         "sliding_window": window,
         "layer_types": kinds,
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.final_softcap,
     }
     return gemma
+
+
+def _whole(value: float) -> int | float:
+    """A number that is whole but for rounding as an integer."""
+    return round(value) if abs(value - round(value)) < 1e-6 * value else value
 
 
 def _rope(config: ModelConfig, metadata: Mapping[str, Any], family: Architecture) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def write_tokenizer(checkpoint: GGUFFile, directory: Path) -> list[str]:
             pair=f"{begin} $A {begin} $B",
             special_tokens=[(begin, own.bos_id)],
         )
-    library.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer.json").write_text(library.to_str(pretty=True), encoding="utf-8")
     _write(directory / "tokenizer_config.json", _config(checkpoint, own, texts))
     if own.eos_ids:
         generation: dict[str, Any] = {"eos_token_id": sorted(own.eos_ids)}

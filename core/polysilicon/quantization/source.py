@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from polysilicon.errors import ModelError
 from polysilicon.models.architecture import Architecture
-from polysilicon.models.config import ModelConfig
-from polysilicon.models.loading import read_config
+from polysilicon.models.loading import find_sources, read_config
 from polysilicon.models.names import Shape, Source, TensorNames
 from polysilicon.models.placing import as_expected
 from polysilicon.weights.checkpoint import Checkpoint
@@ -23,7 +22,7 @@ TABLES = frozenset({"embedding", "head"})
 """The family's own names of the embedding table and the output projection."""
 
 # What chooses between experts is small, and a wrong choice costs more than a rounded product.
-_LEFT_DENSE = frozenset({"router"})
+_LEFT_DENSE = frozenset({"router", "shared_router"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +53,8 @@ class ModelSource:
     """An open checkpoint as the parameters of its family, whatever format it is in.
 
     family, config: as `read_config` gives them. units: the tensors to be written, by name, in the
-    order of the layers. places: by key of a matrix, the units that hold it.
+    order of the layers. places: by key of a matrix, the units that hold it. head: name that the
+    output projection's module has there, whether or not it has a tensor.
     """
 
     def __init__(
@@ -67,28 +67,19 @@ class ModelSource:
         in a way that is not written.
         """
         self.checkpoint = checkpoint
-        self.family, self.config, self._names = read_config(checkpoint, added=added)
+        self.family, self.config, names = read_config(checkpoint, added=added)
         self.shapes = self.family.shapes(self.config)
-        self._sources = {key: self._names.source(key, self.shapes) for key in self.shapes}
-        self._check_complete()
+        self._sources = find_sources(checkpoint, self.family, self.config, names)
         if gguf == (checkpoint.format == "gguf"):
-            written = self._names
+            written = names
         else:
             written = self.family.gguf_tensors if gguf else self.family.hf_tensors[0]
-        self.units = _units(self.family, written, self.shapes, self.config)
+        self.head = written.of("head.weight").removesuffix(".weight")
+        self.units = _units(self.family, written, self.shapes)
         self.places: dict[str, list[Unit]] = {key: [] for key in self.shapes}
         for unit in self.units.values():
             for part in unit.parts:
                 self.places[part.key].append(unit)
-
-    def _check_complete(self) -> None:
-        for key, source in self._sources.items():
-            for name in source.tensors:
-                if name not in self.checkpoint.tensors:
-                    raise ModelError(
-                        f"{self.checkpoint.path} lacks tensor {shown(name)} ({key}). "
-                        "Use the complete checkpoint of this model."
-                    )
 
     @property
     def unknown(self) -> list[str]:
@@ -156,7 +147,6 @@ def _units(
     family: Architecture,
     names: TensorNames,
     shapes: Mapping[str, Shape],
-    config: ModelConfig,
 ) -> dict[str, Unit]:
     parts: dict[str, list[Part]] = {}
     places: dict[str, Source] = {}

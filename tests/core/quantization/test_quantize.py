@@ -12,6 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from polysilicon.commands.quantize import Method, Target
 from polysilicon.errors import ConfigError, ModelError, PolysiliconError
@@ -359,3 +360,37 @@ def test_progress_ends_at_its_total(write_model: WriteModel, tmp_path: Path) -> 
 def test_layouts_and_methods_are_what_the_command_offers() -> None:
     assert {target.value for target in Target} == set(TARGETS) == {*LAYOUTS, *GGUF_FORMATS}
     assert {method.value for method in Method} == set(quantize_module.METHODS)
+
+
+def test_experts_that_are_tensors_of_their_own_are_quantised(
+    write_model: WriteModel, tmp_path: Path
+) -> None:
+    folder = write_model({**LLAMA, "architectures": ["MixtralForCausalLM"]}, num_hidden_layers=1)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_local_experts": 3, "num_experts_per_tok": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = safetensors.numpy.load_file(folder / "model.safetensors")
+    random = np.random.default_rng(0)
+    block = "model.layers.0.block_sparse_moe"
+    for expert in range(3):
+        for old, new in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+            shape = weights[f"model.layers.0.mlp.{old}_proj.weight"].shape
+            name = f"{block}.experts.{expert}.{new}.weight"
+            weights[name] = random.standard_normal(shape, np.float32)
+    weights = {name: value for name, value in weights.items() if ".mlp." not in name}
+    weights[f"{block}.gate.weight"] = random.standard_normal((3, 64), np.float32)
+    safetensors.numpy.save_file(weights, folder / "model.safetensors")
+    with open_checkpoint(folder) as checkpoint:
+        expected = meant(checkpoint, "compressed-tensors", tmp_path / "meant")
+        quantize(checkpoint, tmp_path / "out", to="compressed-tensors")
+        with pytest.raises(ModelError, match="Use --method rtn"):
+            quantize(checkpoint, tmp_path / "other", to="gptq", method="gptq", calibration=TEXT)
+        with pytest.raises(ModelError, match="experts stacked in one tensor"):
+            quantize(checkpoint, tmp_path / "out.gguf", to="q4_0")
+    with open_checkpoint(tmp_path / "out") as written:
+        assert written.tensors[f"{block}.gate.weight"].type == "F16"
+        assert written.weight(f"{block}.experts.2.w2.weight").encoding == "affine:4/64"
+        for name, values in expected.items():
+            np.testing.assert_array_equal(written.weight(name).dequantize(), values)
+    stated = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert stated["quantization_config"]["ignore"] == ["lm_head", f"{block}.gate"]
