@@ -12,7 +12,7 @@ from polysilicon.backend import Capabilities
 from polysilicon.weights import gguf_blocks
 from polysilicon.weights.encodings import DENSE_DTYPES
 from polysilicon.weights.formats.format import CheckpointFormat
-from polysilicon.weights.formats.registry import FORMATS
+from polysilicon.weights.formats.registry import FORMATS, REFUSED
 
 
 class Support(enum.StrEnum):
@@ -25,11 +25,13 @@ class Support(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """A tensor type of a container. encoding: that it is read into, empty when it is not read."""
+    """A tensor type of a container. encoding: that it is read into, empty when it is not read.
+    reason: why it is not."""
 
     container: str
     type: str
     encoding: str = ""
+    reason: str = ""
 
     def support(self, capabilities: Capabilities) -> Support:
         """What a device with these capabilities makes of it."""
@@ -47,22 +49,27 @@ def formats(added: Sequence[CheckpointFormat] = ()) -> list[Format]:
 
     added: checkpoint formats of plugins.
     """
-    read = [
-        Format(container="gguf", type=kind.name, encoding=_gguf_encoding(kind))
-        for kind in gguf_blocks.TENSOR_TYPES.values()
-    ]
-    read += [
+    found = [_gguf(kind) for kind in gguf_blocks.TENSOR_TYPES.values()]
+    found += [
         Format(container="safetensors", type=name, encoding=encoding)
         for format in (*FORMATS, *added)
         for name, encoding in format.encodings.items()
     ]
-    removed = [Format(container="gguf", type=name) for name in gguf_blocks.REMOVED_TYPES.values()]
-    return sorted(read + removed, key=lambda format: not format.encoding)
+    found += [
+        Format(container="safetensors", type=name, reason=reason)
+        for name, reason in REFUSED.items()
+    ]
+    found += [
+        Format(container="gguf", type=name, reason="ggml took it back")
+        for name in gguf_blocks.REMOVED_TYPES.values()
+    ]
+    return sorted(found, key=lambda format: not format.encoding)
 
 
-def _gguf_encoding(kind: gguf_blocks.TensorType) -> str:
-    """The encoding of one decoded block."""
+def _gguf(kind: gguf_blocks.TensorType) -> Format:
+    """A type of GGUF, with the encoding of one decoded block."""
     if kind.name not in gguf_blocks.SUPPORTED_TYPES:
-        return ""
+        return Format(container="gguf", type=kind.name, reason="no type of stored weights")
     block = np.zeros(kind.size, np.uint8)
-    return gguf_blocks.decode(block, kind, (1, kind.elements)).encoding
+    encoding = gguf_blocks.decode(block, kind, (1, kind.elements)).encoding
+    return Format(container="gguf", type=kind.name, encoding=encoding)

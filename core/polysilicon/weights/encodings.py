@@ -272,8 +272,8 @@ class GroupFloat(Weight):
     """`scale[g] * table[code]`, evaluated in float32.
 
     format: a key of `FLOAT_TABLES`, or `codebook` with a `table` of its own (nf4, IQ types).
-    shape, group, codes, scale, input_order, input_scale: as in `GroupAffine`; bits is 3, 4 or 8, as
-    the table's length needs.
+    shape, group, codes, scale, input_order, input_scale: as in `GroupAffine`; bits are those that
+    the table's length needs, 3 to 8.
     block: `(rows, columns)` of 2-D scale blocks, or None. With it, scale is
     `[..., ceil(N / rows), ceil(K / columns)]`.
     """

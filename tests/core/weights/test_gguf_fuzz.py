@@ -48,8 +48,11 @@ def valid(build: Any) -> bytes:
             build.tensor("blk.0.attn_q.weight", [32, 4], 2, 0),
             build.tensor("output_norm.weight", [8], 0, 96),
             build.tensor("x", [256, 1], 12, 128),
+            build.tensor("y.weight", [256, 1], 29, 288),
+            build.tensor("z.weight", [64, 1], 40, 352),
+            build.tensor("z.scale", [1], 0, 416),
         ],
-        bytes(range(256)) + bytes(16),
+        bytes(range(256)) + bytes(164),
     )
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from polysilicon.errors import ModelError
-from polysilicon.weights.encodings import Array, Weight, pack_codes, unpack_codes
+from polysilicon.weights.encodings import Array, Weight, unpack_codes
 from polysilicon.weights.files import TensorInfo, shown
 from polysilicon.weights.formats.affine import LEAST_GROUP, fitting_group, zero_point_weight
 from polysilicon.weights.formats.checks import SCALE_TYPES, finite, refuse, stored
@@ -27,6 +27,13 @@ from polysilicon.weights.safetensors import SafetensorsDirectory
 _BITS = 4
 _PARTS = ("qweight", "qzeros", "scales")
 _GEMM, _GEMV = "gemm", "gemv"
+
+REFUSED_LAYOUTS = {
+    "gemv_fast": "codes are ordered for one kind of GPU",
+    "llm-awq": "codes are ordered for one kind of GPU",
+}
+"""By what the config calls them, with why they are not read."""
+
 # The halves of a byte in which `gemm` keeps outputs 0 to 7 of a word.
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
@@ -102,7 +109,8 @@ def _layout(settings: Settings) -> str:
     if layout not in (_GEMM, _GEMV):
         raise ModelError(
             f"{fields.source} says that weights are laid out as {shown(layout)}, which is not "
-            f"supported. Use the checkpoint in the {_GEMM} or {_GEMV} layout."
+            f"read: {REFUSED_LAYOUTS.get(layout, 'it is not known')}. "
+            f"Use the checkpoint in the {_GEMM} or {_GEMV} layout."
         )
     return layout
 
@@ -125,7 +133,7 @@ def _gemm_module(files: SafetensorsDirectory, name: str, settings: Settings | No
     groups, _ = stored(files, f"{name}.scales", types=SCALE_TYPES, shape=(None, rows)).shape
     stored(files, f"{name}.qzeros", types=("I32",), shape=(groups, words))
     group, rest = divmod(columns, groups)
-    if rest:
+    if rest or columns % 2:
         raise refuse(files, f"{name}.scales", f"has {groups} groups for {columns} inputs")
     if group != (_stated_group(settings, columns) or group):
         raise refuse(
@@ -165,8 +173,10 @@ def _read(files: SafetensorsDirectory, module: _Module) -> Weight:
     words, zero_words = (files.array(f"{module.name}.{part}") for part in ("qweight", "qzeros"))
     scale = finite(files, f"{module.name}.scales")
     if module.layout == _GEMM:
-        codes = pack_codes(np.ascontiguousarray(_outputs(words).T), _BITS)
-        zeros = np.ascontiguousarray(_outputs(zero_words).T)
+        codes = _packed_outputs(words)
+        halves = unpack_codes(zero_words.view(np.uint8), _BITS, module.rows)
+        halves = halves.reshape(module.groups, -1, 8)[..., _PLACES]
+        zeros = np.ascontiguousarray(halves.reshape(module.groups, -1).T)
         scale = np.ascontiguousarray(scale.T)
     else:
         codes = words.view(np.uint8)
@@ -182,8 +192,11 @@ def _read(files: SafetensorsDirectory, module: _Module) -> Weight:
     )
 
 
-def _outputs(words: Array) -> npt.NDArray[np.uint8]:
-    """Codes uint8 `[rows, N]` of `gemm` words `[rows, N / 8]`."""
-    halves = unpack_codes(words.view(np.uint8), _BITS, 8 * words.shape[1])
-    halves = halves.reshape(len(words), words.shape[1], 8)
-    return halves[..., _PLACES].reshape(len(words), -1)
+def _packed_outputs(words: Array) -> npt.NDArray[np.uint8]:
+    """Codes of outputs as pairs of inputs, uint8 `[N, K / 2]`, of `gemm` words `[K, N / 8]`."""
+    columns, width = words.shape
+    packed = np.empty((width, 8, columns // 2), np.uint8)
+    for output, place in enumerate(_PLACES):
+        codes = (words >> np.int32(_BITS * place)).astype(np.uint8) & np.uint8(15)
+        packed[:, output] = (codes[0::2] | codes[1::2] << np.uint8(4)).T
+    return packed.reshape(8 * width, columns // 2)

@@ -60,7 +60,7 @@ class BitsAndBytesFormat:
     name = "bitsandbytes"
     encodings: Mapping[str, str] = {
         **{f"bitsandbytes:{kind}": "float:codebook/64" for kind in _FOUR_BIT_TYPES},
-        "bitsandbytes:int8": "affine:8/4096",
+        "bitsandbytes:int8": "affine:8/row",
     }
 
     def recognizes(self, files: SafetensorsDirectory) -> bool:

@@ -49,6 +49,9 @@ def stored(
 def finite(files: SafetensorsDirectory, name: str) -> Array:
     """The numbers of a stored tensor of scales or biases. Raises ModelError for NaN or infinity."""
     array = files.array(name)
-    if not np.isfinite(array).all():
+    # A signalling NaN of bfloat16 warns too.
+    with np.errstate(invalid="ignore"):
+        is_finite = bool(np.isfinite(array).all())
+    if not is_finite:
         raise refuse(files, name, "holds numbers that are not finite")
     return array

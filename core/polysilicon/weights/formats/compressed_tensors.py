@@ -7,6 +7,7 @@ A quantised linear of N outputs and K inputs has `weight_scale` and one of
   Versions before 0.12 let no code of 3, 5, 6 or 7 bits straddle two words;
 - `weight` int8, and perhaps `weight_zero_point` int8;
 - `weight` e4m3, under scales of numbers, or of e8m0 by 32 inputs (mxfp8);
+- `weight_packed` uint8 of e2m3, each row a stream of codes, under e8m0 by 32 inputs (mxfp6);
 - `weight_packed` uint8 of e2m1, under e8m0 by 32 inputs (mxfp4), or under e4m3 by 16 that
   `weight_global_scale` divides (nvfp4, whose scales are rounded to float32).
 Scales are one for the matrix, or `[N, 1]`, `[N, G]`, or of 2-D blocks. `weight_g_idx` `[K]` says
@@ -36,6 +37,7 @@ from polysilicon.weights.formats.floats import (
     fp8_reader,
     input_scale,
     mxfp4_reader,
+    mxfp6_reader,
     nvfp4_reader,
     scale_layout,
 )
@@ -61,6 +63,7 @@ class CompressedTensorsFormat:
         **{f"{_NAME}:int{bits}": f"affine:{bits}/128" for bits in range(2, 9)},
         f"{_NAME}:fp8": "float:f8_e4m3/row",
         f"{_NAME}:mxfp8": "float:f8_e4m3/32",
+        f"{_NAME}:mxfp6": "float:codebook/32",
         f"{_NAME}:nvfp4": "float:f4_e2m1/16",
         f"{_NAME}:mxfp4": "float:f4_e2m1/32",
     }
@@ -118,6 +121,9 @@ def _module(files: SafetensorsDirectory, name: str, scheme: Scheme) -> LogicalTe
             static=f"{name}.input_scale" if scheme.static else "",
         )
         kind, shape = "mxfp8" if exponents else "fp8", files.tensors[plain].shape
+    elif scheme.bits == 6:
+        kind, read = "mxfp6", mxfp6_reader(files, packed, scale)
+        shape = files.tensors[packed].shape[0], files.tensors[packed].shape[1] * 8 // 6
     else:
         if exponents:
             kind, read = "mxfp4", mxfp4_reader(files, packed, scale)

@@ -16,8 +16,17 @@ from polysilicon.weights.files import shown
 
 _FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
-    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision",
+    "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp6-pack-quantized", "mxfp8-quantized",
+    "mixed-precision",
 )  # fmt: skip
+
+REFUSED_LAYOUTS = {
+    "marlin-24": "codes are ordered for one kind of GPU",
+    "sparse-24-bitmask": "weights are sparse",
+    "sparse-bitmask": "weights are sparse",
+}
+"""By what the config calls them, with why they are not read."""
+
 _WHOLE, _ROW, _GROUPS, _BLOCKS = "tensor", "channel", ("group", "tensor_group"), "block"
 _REGEX = "re:"
 _MOST_EXPRESSIONS = 1000
@@ -103,7 +112,7 @@ def read_schemes(fields: Fields) -> Schemes:
     if fields.has("sparsity_config") and not fields.section("sparsity_config").empty:
         sparsity = fields.section("sparsity_config").text("format", default="dense")
         if sparsity != "dense":
-            raise _unsupported(fields, f"sparse weights ({shown(sparsity)})")
+            raise _unsupported(fields, f"the format {shown(sparsity)}", _why(sparsity))
     if fields.has("transform_config") and not fields.section("transform_config").empty:
         raise _unsupported(fields, "transforms of activations (transform_config)")
     groups = fields.section("config_groups")
@@ -127,12 +136,17 @@ def read_schemes(fields: Fields) -> Schemes:
 def _check_format(fields: Fields) -> None:
     format = fields.text("format", default=_FORMATS[0])
     if format not in _FORMATS:
-        raise _unsupported(fields, f"the format {shown(format)}")
+        raise _unsupported(fields, f"the format {shown(format)}", _why(format))
 
 
-def _unsupported(fields: Fields, what: str) -> ModelError:
+def _why(format: str) -> str:
+    return REFUSED_LAYOUTS.get(format, "it is not known")
+
+
+def _unsupported(fields: Fields, what: str, why: str = "") -> ModelError:
+    reason = f": {why}" if why else ""
     return ModelError(
-        f"{fields.source} has {what}, which is not supported. "
+        f"{fields.source} has {what}, which is not read{reason}. "
         f"Use a checkpoint in one of {', '.join(_FORMATS)}."
     )
 
@@ -141,7 +155,7 @@ def _scheme(group: Fields) -> Scheme:
     weights = group.section("weights")
     kind = weights.text("type", default="int").lower()
     bits = weights.integer("num_bits", low=1, high=64, default=8)
-    if not (kind == "int" and 2 <= bits <= 8) and not (kind == "float" and bits in (4, 8)):
+    if not (kind == "int" and 2 <= bits <= 8) and not (kind == "float" and bits in (4, 6, 8)):
         raise _unsupported(weights, f"weights of type {shown(kind)} of {bits} bits")
     symmetric = weights.flag("symmetric", default=True)
     if kind == "float" and not symmetric:

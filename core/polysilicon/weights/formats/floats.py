@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable
 
+import ml_dtypes
 import numpy as np
 
 from polysilicon.weights.encodings import E8M0, Array, GroupFloat
@@ -27,6 +28,9 @@ FP8_BLOCK = (128, 128)
 
 NVFP4_GROUP, MX_GROUP = 16, 32
 """Inputs that share a scale."""
+
+# The values of e2m3 by code: sign, 2 bits of exponent, 3 of mantissa.
+_E2M3 = np.arange(64, dtype=np.uint8).view(ml_dtypes.float6_e2m3fn).astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,6 +170,24 @@ def mxfp4_reader(files: SafetensorsDirectory, weight: str, scale: str) -> Reader
     rows, columns = _packed_shape(files, weight, MX_GROUP)
     stored(files, scale, types=EXPONENT_TYPES, shape=(rows, columns // MX_GROUP))
     return lambda: fp4_weight(files.array(weight), exponents(files, scale))
+
+
+def mxfp6_reader(files: SafetensorsDirectory, weight: str, scale: str) -> Reader:
+    """Reads e2m3 codes of 6 bits, each row a stream `[N, K * 6 / 8]`, under e8m0 scales
+    `[N, K / 32]`, once they are checked."""
+    rows, size = stored(files, weight, types=("U8",), shape=(None, None)).shape
+    groups, rest = divmod(size * 8, 6 * MX_GROUP)
+    if rest:
+        raise refuse(files, weight, f"has rows of {size} bytes, no groups of {MX_GROUP} codes")
+    stored(files, scale, types=EXPONENT_TYPES, shape=(rows, groups))
+    return lambda: GroupFloat(
+        shape=(rows, groups * MX_GROUP),
+        format="codebook",
+        group=MX_GROUP,
+        codes=files.array(weight),
+        scale=exponents(files, scale),
+        table=_E2M3,
+    )
 
 
 def nvfp4_reader(

@@ -30,7 +30,7 @@ class CheckpointFormat(Protocol):
 
     name: the value of `--quantization`, unique: `[a-z][a-z0-9_-]*`, at most 32 characters.
     encodings: what it reads, by `TensorInfo.type`, each with the encoding that such a tensor comes
-    in, of a usual group (`{"gptq:4": "affine:4/128"}`).
+    in, of a usual group (`{"gptq:4": "affine:4/128"}`; `row` for groups of whole rows).
     """
 
     name: str

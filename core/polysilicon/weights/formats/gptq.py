@@ -34,6 +34,13 @@ _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 _LAYOUTS = {"gptq": "gptq", "": "gptq", "gptq_v2": "gptq_v2"}
 _METHODS = frozenset({"gptq", "gptq_v2"})
 
+REFUSED_LAYOUTS = {
+    "marlin": "codes are ordered for one kind of GPU",
+    "bitblas": "codes are ordered for one kind of GPU",
+    "gptq_p": "codes are split into planes of bits",
+}
+"""By what the config calls them, with why they are not read."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Module:
@@ -148,9 +155,10 @@ def _layout(settings: Settings) -> str:
 def _check_layout(settings: Settings) -> None:
     layout = _layout(settings)
     if layout not in _LAYOUTS:
+        why = REFUSED_LAYOUTS.get(layout, "it is not known")
         raise ModelError(
             f"{settings.fields.source} says that weights are laid out as {shown(layout)}, which is "
-            "not supported. Use the checkpoint in the gptq or gptq_v2 layout."
+            f"not read: {why}. Use the checkpoint in the gptq or gptq_v2 layout."
         )
 
 

@@ -73,7 +73,7 @@ class _Module:
 class HQQFormat:
     name = "hqq"
     encodings: Mapping[str, str] = {
-        **{f"hqq:{bits}": f"affine:{bits}/64" for bits in (2, 3, 4, 5, 6, 8)},
+        **{f"hqq:{bits}": f"affine:{max(bits, 2)}/64" for bits in (1, 2, 3, 4, 5, 6, 8)},
         f"hqq:{_ACROSS}": "dense:f16",
     }
 
@@ -96,7 +96,7 @@ class HQQFormat:
             own = (f"{name}.{part}" for part in _PARTS)
             info = TensorInfo(
                 name=f"{name}.weight",
-                type=f"hqq:{_ACROSS if module.across else module.bits}",
+                type=f"hqq:{_ACROSS if module.across else min(module.bits, module.packing.bits)}",
                 shape=module.shape,
                 nbytes=sum(files.tensors[part].nbytes for part in own if part in files.tensors),
             )

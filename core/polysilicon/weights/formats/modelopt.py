@@ -32,6 +32,14 @@ _ALGORITHMS = (
     "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "FP8_BLOCK_SCALES", "NVFP4", "W4A16_NVFP4",
     "MXFP8", "MIXED_PRECISION",
 )  # fmt: skip
+REFUSED_ALGORITHMS = {
+    "w4a16_awq": "weights are for scaled activations",
+    "w4a8_awq": "weights are for scaled activations",
+    "nvfp4_awq": "weights are for scaled activations",
+    "int8_sq": "weights are for scaled activations",
+}
+"""By `quant_algo` in lower case, with why they are not read."""
+
 _SCALE = ".weight_scale"
 _PARTS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 
@@ -89,7 +97,8 @@ def _check_algorithm(fields: Fields) -> None:
     algorithm = holder.text("quant_algo")
     if algorithm.upper() not in _ALGORITHMS:
         raise ModelError(
-            f"{holder.source} has quant_algo {shown(algorithm)}, which is not supported. "
+            f"{holder.source} has quant_algo {shown(algorithm)}, which is not read: "
+            f"{REFUSED_ALGORITHMS.get(algorithm.lower(), 'it is not known')}. "
             f"Use a checkpoint with one of {', '.join(_ALGORITHMS)}."
         )
 

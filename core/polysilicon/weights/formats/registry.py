@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from polysilicon.errors import ModelError
 from polysilicon.suggest import nearest
 from polysilicon.weights.files import shown
+from polysilicon.weights.formats import awq, compressed_tensors_config, gptq, modelopt, torchao
 from polysilicon.weights.formats.awq import AWQFormat
 from polysilicon.weights.formats.bitsandbytes import BitsAndBytesFormat
 from polysilicon.weights.formats.compressed_tensors import CompressedTensorsFormat
@@ -39,6 +40,19 @@ FORMATS: tuple[CheckpointFormat, ...] = (
     MXFP4Format(),
 )
 """Those of the core."""
+
+REFUSED: Mapping[str, str] = {
+    f"{name}:{layout}": why
+    for name, layouts in {
+        "gptq": gptq.REFUSED_LAYOUTS,
+        "awq": awq.REFUSED_LAYOUTS,
+        "torchao": torchao.REFUSED_LAYOUTS,
+        "compressed-tensors": compressed_tensors_config.REFUSED_LAYOUTS,
+        "modelopt": modelopt.REFUSED_ALGORITHMS,
+    }.items()
+    for layout, why in layouts.items()
+}
+"""What is known and not read, by type, with the reason."""
 
 
 def choose_format(

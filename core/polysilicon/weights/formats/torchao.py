@@ -32,12 +32,14 @@ from polysilicon.weights.formats.settings import expect_method, stated_settings
 from polysilicon.weights.safetensors import SafetensorsDirectory, parse_object
 
 _PLAIN = "Tensor"
-_WHY_NOT = {
-    "Int4TilePackedTo4dTensor": "its codes are laid out for one kind of GPU",
-    "Int4PlainInt32Tensor": "its codes are laid out for one kind of GPU",
-    "MXTensor": "its scales may be laid out for one kind of GPU",
-    "NVFP4Tensor": "its scales may be laid out for one kind of GPU",
+
+REFUSED_LAYOUTS = {
+    "Int4TilePackedTo4dTensor": "codes are ordered for one kind of GPU",
+    "Int4PlainInt32Tensor": "codes are ordered for one kind of GPU",
+    "MXTensor": "scales may be ordered for one kind of GPU",
+    "NVFP4Tensor": "scales may be ordered for one kind of GPU",
 }
+"""Classes of tensors, with why they are not read."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class TorchAOFormat:
     name = "torchao"
     encodings: Mapping[str, str] = {
         **{f"torchao:int{bits}": f"affine:{max(bits, 2)}/32" for bits in range(1, 9)},
-        "torchao:float8": "float:f8_e4m3/4096",
+        "torchao:float8": "float:f8_e4m3/row",
     }
 
     def recognizes(self, files: SafetensorsDirectory) -> bool:
@@ -79,7 +81,7 @@ class TorchAOFormat:
             if kind == _PLAIN:
                 continue
             if kind not in _OPEN:
-                why = _WHY_NOT.get(kind, "its layout is not known")
+                why = REFUSED_LAYOUTS.get(kind, "it is not known")
                 raise ModelError(
                     f"{files.path} stores {shown(name)} as torchao's {shown(kind)}, which is not "
                     f"read: {why}. Read are {', '.join(_OPEN)}: quantise the model again so "

@@ -127,23 +127,17 @@ def fp8(
     return Module(stored=stored, values=float_codes.scaled(codes, "e4m3", spread))
 
 
-def mxfp8(rng: Rng, name: str, weight: Float32) -> Module | None:
+def mx(rng: Rng, name: str, weight: Float32, *, format: str) -> Module | None:
+    """e4m3 as it is, e2m3 as a stream of 6 bits, e2m1 two a byte; under e8m0 by 32."""
     if not is_linear(name):
         return None
-    exponents = float_codes.power_of_two_codes(float_codes.largest_of_groups(weight, 32) / 224)
-    spread = np.repeat(2.0 ** (exponents.astype(np.float64) - 127), 32, axis=1)
-    codes = float_codes.nearest(weight / spread, "e4m3")
-    return Module(
-        stored={"weight": codes.view(E4M3), "weight_scale": exponents},
-        values=float_codes.scaled(codes, "e4m3", spread),
-    )
-
-
-def mxfp4(rng: Rng, name: str, weight: Float32) -> Module | None:
-    if not is_linear(name):
-        return None
-    codes, exponents, values = float_codes.quantized_mxfp4(weight)
-    return Module(stored={"weight_packed": codes, "weight_scale": exponents}, values=values)
+    codes, exponents, values = float_codes.quantized_mx(weight, format)
+    stored: dict[str, Array] = {"weight_scale": exponents}
+    if format == "e4m3":
+        stored["weight"] = codes.view(E4M3)
+    else:
+        stored["weight_packed"] = packed(codes, 6 if format == "e2m3" else 4)
+    return Module(stored=stored, values=values)
 
 
 def nvfp4(rng: Rng, name: str, weight: Float32) -> Module | None:
@@ -302,13 +296,19 @@ CASES = [
     Case(
         name="ct-mxfp8",
         config=config("mxfp8-quantized", group(arguments(8, "float", "group", group_size=32))),
-        quantize=mxfp8,
+        quantize=functools.partial(mx, format="e4m3"),
         type="compressed-tensors:mxfp8",
+    ),
+    Case(
+        name="ct-mxfp6",
+        config=config("mxfp6-pack-quantized", group(arguments(6, "float", "group", group_size=32))),
+        quantize=functools.partial(mx, format="e2m3"),
+        type="compressed-tensors:mxfp6",
     ),
     Case(
         name="ct-mxfp4",
         config=config("mxfp4-pack-quantized", group(arguments(4, "float", "group", group_size=32))),
-        quantize=mxfp4,
+        quantize=functools.partial(mx, format="e2m1"),
         type="compressed-tensors:mxfp4",
     ),
     Case(

@@ -22,13 +22,14 @@ def values_of(exponent_bits: int, mantissa_bits: int) -> np.ndarray:
 
 
 E2M1 = values_of(2, 1)
+E2M3 = values_of(2, 3)
 E4M3 = values_of(4, 3)
 E4M3[[0x7F, 0xFF]] = np.nan
 E5M2 = values_of(5, 2)
 E5M2[(np.arange(256) & 0x7C) == 0x7C] = np.nan
 
-LARGEST = {"e2m1": 6.0, "e4m3": 448.0, "e5m2": 57344.0}
-TABLES = {"e2m1": E2M1, "e4m3": E4M3, "e5m2": E5M2}
+LARGEST = {"e2m1": 6.0, "e2m3": 7.5, "e4m3": 448.0, "e5m2": 57344.0}
+TABLES = {"e2m1": E2M1, "e2m3": E2M3, "e4m3": E4M3, "e5m2": E5M2}
 
 
 def nearest(values: Array, name: str) -> Codes:
@@ -96,9 +97,9 @@ def quantized_nvfp4(weight: Float32, factor: float) -> tuple[Codes, Codes, Float
     return pairs(codes), scale, scaled(codes, "e2m1", spread)
 
 
-def quantized_mxfp4(weight: Float32) -> tuple[Codes, Codes, Float32]:
-    """(packed codes, e8m0 codes of scales, values)."""
-    exponents = power_of_two_codes(largest_of_groups(weight, 32) / 3)
+def quantized_mx(weight: Float32, name: str) -> tuple[Codes, Codes, Float32]:
+    """(codes, e8m0 codes of scales of 32, values)."""
+    exponents = power_of_two_codes(largest_of_groups(weight, 32) / (LARGEST[name] / 2))
     spread = np.repeat(2.0 ** (exponents.astype(np.float64) - 127), 32, axis=1)
-    codes = nearest(weight / spread, "e2m1")
-    return pairs(codes), exponents, scaled(codes, "e2m1", spread)
+    codes = nearest(weight / spread, name)
+    return codes, exponents, scaled(codes, name, spread)

@@ -76,4 +76,10 @@ CASES = [
         quantize=functools.partial(quantize, block=(1, 0), scale_name="weight_scale"),
         type="fbgemm_fp8:e4m3",
     ),
+    Case(
+        name="fbgemm-fp8-e5m2",
+        config=config("fbgemm_fp8"),
+        quantize=functools.partial(quantize, block=(1, 0), type="e5m2", scale_name="weight_scale"),
+        type="fbgemm_fp8:e5m2",
+    ),
 ]

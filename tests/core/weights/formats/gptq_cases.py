@@ -119,6 +119,7 @@ CASES = [
     case(4, -1, symmetric=True, order=False, format="gptq_v2"),
     case(4, 16, symmetric=False, order=True, format="gptq_v2", dtype=ml_dtypes.bfloat16),
     case(2, 16, symmetric=False, order=False, format="gptq"),
+    case(2, 32, symmetric=True, order=False, format="gptq_v2"),
     case(3, 32, symmetric=False, order=True, format="gptq"),
     case(3, 32, symmetric=False, order=False, format="gptq_v2"),
     case(8, 32, symmetric=False, order=True, format="gptq"),

@@ -105,7 +105,7 @@ def case(
         quantize=functools.partial(
             quantize, bits=bits, group=group, axis=axis, dtype=dtype, view=view
         ),
-        type=f"hqq:{max(bits, 2)}" if axis else "hqq:axis0",
+        type=f"hqq:{bits}" if axis else "hqq:axis0",
         # The product with a zero point that is no integer is rounded, and the sum.
         ulps=2 if axis else 0,
     )

@@ -45,13 +45,9 @@ def nvfp4(rng: Rng, name: str, weight: Float32) -> Module | None:
 def mxfp8(rng: Rng, name: str, weight: Float32) -> Module | None:
     if not is_linear(name):
         return None
-    exponents = float_codes.power_of_two_codes(float_codes.largest_of_groups(weight, 32) / 224)
-    spread = np.repeat(2.0 ** (exponents.astype(np.float64) - 127), 32, axis=1)
-    codes = float_codes.nearest(weight / spread, "e4m3")
-    return Module(
-        stored={"weight": codes.view(ml_dtypes.float8_e4m3fn), "weight_scale": exponents},
-        values=float_codes.scaled(codes, "e4m3", spread),
-    )
+    codes, exponents, values = float_codes.quantized_mx(weight, "e4m3")
+    stored = {"weight": codes.view(ml_dtypes.float8_e4m3fn), "weight_scale": exponents}
+    return Module(stored=stored, values=values)
 
 
 def mixed(rng: Rng, name: str, weight: Float32) -> Module | None:

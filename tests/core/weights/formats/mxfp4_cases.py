@@ -12,8 +12,8 @@ def quantize(rng: Rng, name: str, weight: Float32) -> Module | None:
     """A matrix where gpt-oss has a stack of them."""
     if not is_linear(name):
         return None
-    packed, scale, values = float_codes.quantized_mxfp4(weight)
-    blocks = packed.reshape(len(weight), -1, 16)
+    codes, scale, values = float_codes.quantized_mx(weight, "e2m1")
+    blocks = float_codes.pairs(codes).reshape(len(weight), -1, 16)
     return Module(stored={"weight_blocks": blocks, "weight_scales": scale}, values=values)
 
 
@@ -28,8 +28,8 @@ CASES = [Case(name="mxfp4", config=config(), quantize=quantize, type="mxfp4:e2m1
 def stack(rng: Rng, experts: int, rows: int, columns: int) -> tuple[dict[str, np.ndarray], Float32]:
     """What gpt-oss stores of one stack, by the end of its name, and the values `[E, N, K]`."""
     weight = rng.normal(size=(experts, rows, columns)).astype(np.float32)
-    packed, scale, values = float_codes.quantized_mxfp4(weight.reshape(-1, columns))
+    codes, scale, values = float_codes.quantized_mx(weight.reshape(-1, columns), "e2m1")
     return {
-        "_blocks": packed.reshape(experts, rows, columns // 32, 16),
+        "_blocks": float_codes.pairs(codes).reshape(experts, rows, columns // 32, 16),
         "_scales": scale.reshape(experts, rows, columns // 32),
     }, values.reshape(experts, rows, columns)

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from polysilicon.errors import ModelError
+from polysilicon.models.loading import load_model
+from polysilicon.reference.device import ReferenceDevice
 from polysilicon.weights.checkpoint import SafetensorsCheckpoint, open_checkpoint
 from polysilicon.weights.encodings import GroupAffine
 
@@ -93,6 +96,26 @@ def test_zero_points_borrow_across_a_word(made: Make) -> None:
         np.testing.assert_array_equal(checkpoint.weight(WEIGHT).dequantize(), first)
 
 
+def test_biases_of_zeros_are_no_biases(made: Make) -> None:
+    """AutoGPTQ gave every linear a bias, of zeros where the model has none."""
+    written, device = made(PLAIN), ReferenceDevice()
+    biases = {
+        f"model.layers.{layer}.{name}.bias": np.zeros(size, np.float16)
+        for layer in range(2)
+        for name, size in (("self_attn.q_proj", 128), ("mlp.down_proj", 64))
+    }
+    written.rewrite(biases)
+    with open_checkpoint(written.folder) as checkpoint:
+        load_model(checkpoint, device)
+    written.rewrite({name: array + 1 for name, array in biases.items()})
+    with (
+        open_checkpoint(written.folder) as checkpoint,
+        pytest.raises(ModelError, match=r"bias', for which llama"),
+    ):
+        load_model(checkpoint, device)
+    device.close()
+
+
 def test_large_groups_are_split(made: Make) -> None:
     """Devices run groups of at most 256, or whole rows."""
     written = made(PLAIN)
@@ -141,7 +164,7 @@ def test_modules_may_differ_where_the_config_says_so(made: Make, refused: Refuse
         ({"group_size": [32]}, "group_size = a list of 1"),
         ({"group_size": float("nan")}, "group_size = nan"),
         ({"checkpoint_format": "marlin"}, "laid out as 'marlin'"),
-        ({"checkpoint_format": "gptq_p"}, "laid out as 'gptq_p'"),
+        ({"checkpoint_format": "gptq_p"}, "laid out as 'gptq_p', which is not read: codes"),
         ({"checkpoint_format": 7}, "checkpoint_format = 7"),
         ({"checkpoint_format": None, "is_marlin_format": True}, "laid out as 'marlin'"),
         ({"dynamic": [1]}, "dynamic = a list of 1, expected a mapping"),

@@ -61,6 +61,12 @@ def is_rounded(made: Written, device: Device) -> bool:
         return not {"dense:f16", "dense:bf16"}.isdisjoint(held)
 
 
+def test_every_type_that_is_declared_is_tried() -> None:
+    """What the matrix of formats shows is what is shown here."""
+    declared = {type for format in FORMATS if format.name != "dense" for type in format.encodings}
+    assert {case.type for case in CASES} == declared
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tensors_are_those_of_the_dense_model(
     written: Callable[[Case], Written], case: Case
