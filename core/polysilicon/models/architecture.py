@@ -44,7 +44,7 @@ class Architecture:
     missing. gguf_names: `general.architecture`.
     read_hf, read_gguf: parameters to a config, for a context of `max_length` tokens (None: as many
     as the model was trained for). They raise ModelError naming the field.
-    hf_tensors: the spellings that occur; the first whose embedding the file has is taken.
+    hf_tensors: the spellings that occur; the one that knows most tensors of the file is taken.
     shapes: the tensors that a config calls for, by the family's own keys.
     build: the model, from placed weights.
     """

@@ -13,7 +13,7 @@ from polysilicon.models.decoder import build_decoder, decoder_shapes
 from polysilicon.models.fields import Fields
 from polysilicon.models.latent_attention import LatentAttention, latent_attention_shapes
 from polysilicon.models.llama import GGUF_NAMES, HF_NAMES
-from polysilicon.models.names import Fused, TensorNames
+from polysilicon.models.names import Fused, TensorNames, mlx_experts
 from polysilicon.models.rope import yarn_magnitude
 from polysilicon.weights.checkpoint import Checkpoint
 
@@ -187,6 +187,8 @@ def _read_v2(fields: Fields, max_length: int | None) -> ModelConfig:
 
 def _read_v3(fields: Fields, max_length: int | None) -> ModelConfig:
     fields = fields.with_defaults(_V3_DEFAULTS)
+    if fields.text("topk_method", default="noaux_tc") != "noaux_tc":
+        raise fields.refuse("topk_method", "noaux_tc")
     config = _read_hf(fields, "deepseek3", max_length)
     experts = _limited_to_groups(
         _read_experts(fields, config.layers, "sigmoid"), fields, "n_group", "topk_group"
@@ -246,7 +248,8 @@ def _read_gguf_experts(fields: Fields, checkpoint: Checkpoint, config: ModelConf
         layers=tuple(layer >= dense for layer in range(config.layers)),
         scoring=gates[gate],
         renormalize=fields.flag("deepseek2.expert_weights_norm", default=False),
-        scale=fields.number("deepseek2.expert_weights_scale", low=1e-6, high=1e6, default=1.0),
+        scale=fields.number("deepseek2.expert_weights_scale", low=0.0, high=1e6, default=0.0)
+        or 1.0,
         correction=f"blk.{dense}.exp_probs_b.bias" in checkpoint.tensors,
         shared_size=shared * experts.size,
     )
@@ -262,7 +265,7 @@ DEEPSEEK2 = Architecture(
     gguf_names=("deepseek2",),
     read_hf=_read_v2,
     read_gguf=_read_gguf,
-    hf_tensors=(_HF_NAMES,),
+    hf_tensors=(_HF_NAMES, _HF_NAMES.with_modules(mlx_experts(_MLP))),
     gguf_tensors=_GGUF_NAMES,
     shapes=functools.partial(decoder_shapes, attention=latent_attention_shapes),
     build=functools.partial(build_decoder, attention=LatentAttention),

@@ -45,6 +45,16 @@ _HF_NAMES = TensorNames(
     },
     inputs_first=frozenset({"layers.expert_gate_up", "layers.expert_down"}),
 )
+_MLX_NAMES = TensorNames(
+    modules={
+        **HF_NAMES.modules,
+        "layers.router": f"{_MLP}.router",
+        "layers.expert_gate": f"{_MLP}.experts.gate_proj",
+        "layers.expert_up": f"{_MLP}.experts.up_proj",
+        "layers.expert_down": f"{_MLP}.experts.down_proj",
+    },
+    tensors={"layers.sinks.weight": "model.layers.{layer}.self_attn.sinks"},
+)
 _GGUF_NAMES = TensorNames(
     modules={
         **GGUF_NAMES.modules,
@@ -110,7 +120,7 @@ GPT_OSS = dataclasses.replace(
     gguf_names=("gpt-oss",),
     read_hf=_read_hf,
     read_gguf=_read_gguf,
-    hf_tensors=(_HF_NAMES,),
+    hf_tensors=(_HF_NAMES, _MLX_NAMES),
     gguf_tensors=_GGUF_NAMES,
 )
 

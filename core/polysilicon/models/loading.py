@@ -44,9 +44,7 @@ def load_model(
     `quantize` of a checkpoint that is quantised already, and what `Device.put` raises.
     """
     family, config, names = read_config(checkpoint, max_length=max_length, added=added)
-    shapes = family.shapes(config)
-    sources = _find(checkpoint, names, shapes)
-    _check_unused(checkpoint, family, config, names, sources.values())
+    sources = find_sources(checkpoint, family, config, names)
     placing = Placing(checkpoint, device, sources, progress, quantize=quantize)
     model = family.build(config, placing)
     model.notes = (*_context_notes(config), *placing.notes())
@@ -74,9 +72,25 @@ def read_config(
     assert isinstance(checkpoint, SafetensorsCheckpoint)
     fields = Fields(checkpoint.config, str(checkpoint.path / "config.json"))
     family = find_hf(fields, families)
-    spellings = family.hf_tensors
-    found = [names for names in spellings if names.of("embedding.weight") in checkpoint.tensors]
-    return family, family.read_hf(fields, max_length), (found or spellings)[0]
+    config = family.read_hf(fields, max_length)
+    names = max(
+        family.hf_tensors,
+        key=lambda names: len(names.of_layers(checkpoint.tensors, config.layers)),
+    )
+    return family, config, names
+
+
+def find_sources(
+    checkpoint: Checkpoint, family: Architecture, config: ModelConfig, names: TensorNames
+) -> dict[str, Source]:
+    """Where each parameter stands, by key, in the order of the family.
+
+    Raises ModelError for a tensor that is missing or of another shape than the config calls for,
+    and for one that the family knows and this config has no use for.
+    """
+    sources = _find(checkpoint, names, family.shapes(config))
+    _check_unused(checkpoint, family, config, names, sources.values())
+    return sources
 
 
 def _find(
@@ -111,15 +125,20 @@ def _check_unused(
     sources: Collection[Source],
 ) -> None:
     """Refuse tensors that the family knows and this config denies, such as a bias: they would
-    change the result if they were meant to be used. Those that it does not know are left alone."""
+    change the result if they were meant to be used. Those that it does not know are left alone, and
+    biases of zeros, which some tools give every linear."""
     wanted = {name for source in sources for name in source.tensors}
     for name in names.of_layers(checkpoint.tensors, config.layers):
-        if name not in wanted:
+        if name not in wanted and not _is_zero_bias(checkpoint, name):
             raise ModelError(
                 f"{checkpoint.path} has tensor {shown(name)}, for which {family.name} with "
                 "these parameters has no use. The parameters and the weights are not of "
                 "one model, or it is a variant that is not supported."
             )
+
+
+def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
+    return name.endswith(".bias") and not checkpoint.weight(name).dequantize().any()
 
 
 def _context_notes(config: ModelConfig) -> list[str]:

@@ -11,7 +11,7 @@ from polysilicon.models import hf_config
 from polysilicon.models.config import Experts, ModelConfig
 from polysilicon.models.fields import Fields
 from polysilicon.models.llama import HF_NAMES, LLAMA
-from polysilicon.models.names import TensorNames
+from polysilicon.models.names import TensorNames, mlx_experts
 
 # transformers' MixtralConfig, where a file leaves something out.
 _DEFAULTS = {
@@ -24,14 +24,14 @@ _DEFAULTS = {
     "num_experts_per_tok": 2,
 }
 
-_EXPERT = "model.layers.{layer}.block_sparse_moe.experts.{expert}"
+_MLP = "model.layers.{layer}.block_sparse_moe"
 _HF_NAMES = TensorNames(
     modules={
         **HF_NAMES.modules,
-        "layers.router": "model.layers.{layer}.block_sparse_moe.gate",
-        "layers.expert_gate": f"{_EXPERT}.w1",
-        "layers.expert_up": f"{_EXPERT}.w3",
-        "layers.expert_down": f"{_EXPERT}.w2",
+        "layers.router": f"{_MLP}.gate",
+        "layers.expert_gate": f"{_MLP}.experts.{{expert}}.w1",
+        "layers.expert_up": f"{_MLP}.experts.{{expert}}.w3",
+        "layers.expert_down": f"{_MLP}.experts.{{expert}}.w2",
     }
 )
 
@@ -59,7 +59,7 @@ MIXTRAL = dataclasses.replace(
     hf_types=("mixtral",),
     gguf_names=(),
     read_hf=_read_hf,
-    hf_tensors=(_HF_NAMES,),
+    hf_tensors=(_HF_NAMES, _HF_NAMES.with_modules(mlx_experts(_MLP))),
 )
 
 ARCHITECTURES = (MIXTRAL,)

@@ -81,6 +81,10 @@ class TensorNames:
     fused: Mapping[str, Fused] = dataclasses.field(default_factory=dict)
     inputs_first: frozenset[str] = frozenset()
 
+    def with_modules(self, modules: Mapping[str, str]) -> TensorNames:
+        """The same names with these modules added, or instead."""
+        return dataclasses.replace(self, modules={**self.modules, **modules})
+
     def of(self, key: str, expert: int = 0) -> str:
         """The tensor of a key such as `embedding.weight` or `layers.3.q.bias`."""
         path, _, kind = key.rpartition(".")
@@ -131,6 +135,14 @@ class TensorNames:
             for name in names
             if _NUMBER.sub("#", name) in known and int(_NUMBER.findall(name)[0]) < layers
         ]
+
+
+def mlx_experts(block: str) -> dict[str, str]:
+    """The stacks of a mixture's experts as mlx-lm saves them. block: the mixture's module."""
+    return {
+        f"layers.expert_{part}": f"{block}.switch_mlp.{part}_proj"
+        for part in ("gate", "up", "down")
+    }
 
 
 def _split(path: str) -> tuple[str, str, str]:

@@ -26,7 +26,7 @@ GROUP = 32
 
 _TABLES = frozenset({"embedding", "head"})
 # What chooses between experts is small, and a wrong choice costs more than a rounded product.
-_LEFT = frozenset({"router"})
+_LEFT = frozenset({"router", "shared_router"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from polysilicon.models import gguf_config, hf_config
 from polysilicon.models.config import Experts, ModelConfig
 from polysilicon.models.fields import Fields
 from polysilicon.models.llama import GGUF_NAMES, HF_NAMES, LLAMA
-from polysilicon.models.names import TensorNames
+from polysilicon.models.names import TensorNames, mlx_experts
 from polysilicon.models.qwen import QWEN2, QWEN3
 from polysilicon.weights.checkpoint import Checkpoint
 
@@ -31,25 +31,26 @@ _QWEN3_DEFAULTS = {
     "moe_intermediate_size": 768,
 }
 
-_HF_MODULES = {
-    **HF_NAMES.modules,
-    "layers.router": "model.layers.{layer}.mlp.gate",
-    "layers.expert_gate": "model.layers.{layer}.mlp.experts.{expert}.gate_proj",
-    "layers.expert_up": "model.layers.{layer}.mlp.experts.{expert}.up_proj",
-    "layers.expert_down": "model.layers.{layer}.mlp.experts.{expert}.down_proj",
-}
-_QWEN2_HF_NAMES = TensorNames(
+_MLP = "model.layers.{layer}.mlp"
+_QWEN3_HF_NAMES = TensorNames(
     modules={
-        **_HF_MODULES,
-        "layers.shared_router": "model.layers.{layer}.mlp.shared_expert_gate",
-        "layers.shared_gate": "model.layers.{layer}.mlp.shared_expert.gate_proj",
-        "layers.shared_up": "model.layers.{layer}.mlp.shared_expert.up_proj",
-        "layers.shared_down": "model.layers.{layer}.mlp.shared_expert.down_proj",
+        **HF_NAMES.modules,
+        "layers.router": f"{_MLP}.gate",
+        "layers.expert_gate": f"{_MLP}.experts.{{expert}}.gate_proj",
+        "layers.expert_up": f"{_MLP}.experts.{{expert}}.up_proj",
+        "layers.expert_down": f"{_MLP}.experts.{{expert}}.down_proj",
     }
 )
-_QWEN2_GGUF_NAMES = TensorNames(
-    modules={
-        **GGUF_NAMES.modules,
+_QWEN2_HF_NAMES = _QWEN3_HF_NAMES.with_modules(
+    {
+        "layers.shared_router": f"{_MLP}.shared_expert_gate",
+        "layers.shared_gate": f"{_MLP}.shared_expert.gate_proj",
+        "layers.shared_up": f"{_MLP}.shared_expert.up_proj",
+        "layers.shared_down": f"{_MLP}.shared_expert.down_proj",
+    }
+)
+_QWEN2_GGUF_NAMES = GGUF_NAMES.with_modules(
+    {
         "layers.shared_router": "blk.{layer}.ffn_gate_inp_shexp",
         "layers.shared_gate": "blk.{layer}.ffn_gate_shexp",
         "layers.shared_up": "blk.{layer}.ffn_up_shexp",
@@ -96,8 +97,11 @@ def _read_qwen3(fields: Fields, max_length: int | None) -> ModelConfig:
 
 def _read_qwen2_gguf(fields: Fields, checkpoint: Checkpoint, max_length: int | None) -> ModelConfig:
     config = gguf_config.read_decoder(fields, checkpoint, "qwen2moe", max_length, activation="silu")
-    experts = gguf_config.read_experts(fields, config.layers)
-    shared = fields.integer("qwen2moe.expert_shared_feed_forward_length")
+    # Early files have neither width: all experts of a token together are as wide as a dense block.
+    used = fields.integer("qwen2moe.expert_used_count", high=hf_config.MAX_EXPERTS)
+    inner = config.intermediate_size
+    experts = gguf_config.read_experts(fields, config.layers, size=inner // used)
+    shared = fields.integer("qwen2moe.expert_shared_feed_forward_length", default=inner)
     return dataclasses.replace(
         config,
         experts=dataclasses.replace(
@@ -121,7 +125,7 @@ QWEN2_MOE = dataclasses.replace(
     gguf_names=("qwen2moe",),
     read_hf=_read_qwen2,
     read_gguf=_read_qwen2_gguf,
-    hf_tensors=(_QWEN2_HF_NAMES,),
+    hf_tensors=(_QWEN2_HF_NAMES, _QWEN2_HF_NAMES.with_modules(mlx_experts(_MLP))),
     gguf_tensors=_QWEN2_GGUF_NAMES,
 )
 
@@ -133,7 +137,7 @@ QWEN3_MOE = dataclasses.replace(
     gguf_names=("qwen3moe",),
     read_hf=_read_qwen3,
     read_gguf=_read_qwen3_gguf,
-    hf_tensors=(TensorNames(modules=_HF_MODULES),),
+    hf_tensors=(_QWEN3_HF_NAMES, _QWEN3_HF_NAMES.with_modules(mlx_experts(_MLP))),
 )
 
 ARCHITECTURES = (QWEN2_MOE, QWEN3_MOE)

@@ -66,8 +66,8 @@ def narrow(values: Float32) -> Dense:
 
 
 def _as_affine(weight: Weight) -> GroupAffine | None:
-    """A `GroupFloat` of few bits with table entries at whole steps, up to 255 of them apart."""
-    if not isinstance(weight, GroupFloat) or weight.block is not None or weight.bits > 4:
+    """A `GroupFloat` with table entries at whole steps, up to 255 of them apart."""
+    if not isinstance(weight, GroupFloat) or weight.block is not None:
         return None
     table = weight.values_table
     if not np.isfinite(table).all():

@@ -157,6 +157,7 @@ class WriteGGUF(Protocol):
         model: TinyModel,
         changes: Mapping[str, Any] | None = None,
         tensors: Mapping[str, npt.NDArray[np.float32]] | None = None,
+        without: Sequence[str] = (),
     ) -> Path: ...
 
 
@@ -183,15 +184,24 @@ def write_gguf(tmp_path: Path) -> WriteGGUF:
     """Write a tiny model as llama.cpp's converter would, and return the file's path.
 
     changes: metadata to set besides or instead, without the architecture's prefix; tensors: added.
+    without: words in the names of tensors that are left out.
     """
 
     def write(
         model: TinyModel,
         changes: Mapping[str, Any] | None = None,
         tensors: Mapping[str, npt.NDArray[np.float32]] | None = None,
+        without: Sequence[str] = (),
     ) -> Path:
         path = tmp_path / f"{model.name}.gguf"
-        write_twin(path, model.legacy, model.weights, changes=changes or {}, added=tensors or {})
+        write_twin(
+            path,
+            model.legacy,
+            model.weights,
+            changes=changes or {},
+            added=tensors or {},
+            without=without,
+        )
         return path
 
     return write

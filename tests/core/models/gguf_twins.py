@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,13 @@ def write_twin(
     *,
     changes: Mapping[str, Any],
     added: Mapping[str, Float32],
+    without: Sequence[str] = (),
 ) -> None:
     """Write a model's GGUF file.
 
     config: its config.json, spelled as before transformers 5. changes: metadata to set besides or
-    instead, without the architecture's prefix. added: tensors besides.
+    instead, without the architecture's prefix; None leaves it out. added: tensors besides.
+    without: words in the names of tensors that are left out.
     """
     name = ARCHITECTURES.get(config["model_type"], config["model_type"])
     writer = gguf.GGUFWriter(path, name)
@@ -55,14 +57,16 @@ def write_twin(
             key += ".weight"
         stored = key if key.startswith("blk.") else names.get_name(key, (".weight", ".bias"))
         assert stored is not None, key
-        writer.add_tensor(stored, _converted(name, config, key, values))
+        if not any(word in stored for word in without):
+            writer.add_tensor(stored, _converted(name, config, key, values))
     for key, values in added.items():
         writer.add_tensor(key, values)
     for key, value in changes.items():
         key = key if key.startswith("general.") else f"{name}.{key}"
         for fields in writer.kv_data:
             fields.pop(key, None)
-        _add_value(writer, key, value)
+        if value is not None:
+            _add_value(writer, key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -115,6 +115,7 @@ def test_sizes(field: str, value: object, tiny: Tiny, write_safetensors: WriteSa
         ("deepseek2", {"q_lora_rank": 0}, "q_lora_rank"),
         ("deepseek2", {"qk_rope_head_dim": 3}, "rotates 3"),
         ("deepseek3", {"n_group": 3}, "n_group"),
+        ("deepseek3", {"topk_method": "greedy"}, "topk_method"),
         ("deepseek3", {"topk_group": 3}, "topk_group"),
         ("deepseek3", {"num_experts_per_tok": 3}, "topk_group"),
         ("deepseek3", {"n_shared_experts": -1}, "n_shared_experts"),
@@ -241,7 +242,7 @@ def test_tensors_that_do_not_fit(
     down = "model.layers.2.mlp.down_proj"
     missing = {key: value for key, value in model.weights.items() if key != f"{down}.weight"}
     turned = {**model.weights, f"{down}.weight": model.weights[f"{down}.weight"].T.copy()}
-    denied = {**model.weights, f"{down}.bias": np.zeros(32, np.float32)}
+    denied = {**model.weights, f"{down}.bias": np.ones(32, np.float32)}
     normed = {**model.weights, "model.layers.0.self_attn.q_norm.weight": np.ones(8, np.float32)}
     for weights, message in (
         (missing, rf"lacks tensor '{down}\.weight', expected with shape \(32, 48\)"),
@@ -316,7 +317,7 @@ def test_tensors_of_other_families_that_do_not_fit(
     if missing is not None:
         del weights[f"model.layers.1.{missing}"]
     if added is not None:
-        weights[f"model.layers.1.{added}"] = np.zeros((32, 32), np.float32)
+        weights[f"model.layers.1.{added}"] = np.ones((32, 32), np.float32)
     with (
         open_checkpoint(write_safetensors(model.config, weights)) as opened,
         pytest.raises(ModelError, match=message),
