@@ -163,7 +163,12 @@ def run(
     # Nothing is fetched, and nothing that an earlier run cached is taken for this one's.
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
     done = subprocess.run(
-        command, env=os.environ | offline, capture_output=True, text=True, check=False
+        command,
+        cwd=folder,
+        env=os.environ | offline,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode != 0:
         sys.exit(f"lm-eval ended with status {done.returncode}:\n{done.stderr[-4000:]}")

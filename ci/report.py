@@ -20,7 +20,7 @@ from typing import Any
 
 ARTEFACTS = Path(__file__).resolve().parent / "artefacts"
 REAL_DEVICE = "real device"
-LOAD = {"--prompt-tokens": "128", "--output-tokens": "16", "--batch": "1,8", "--repeats": "3"}
+LOAD = {"--prompt-tokens": "128", "--output-tokens": "16", "--batch": "1", "--repeats": "3"}
 """Of the short measurement through the engine."""
 
 MOST_SECONDS = 300
@@ -29,9 +29,9 @@ MOST_SECONDS = 300
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A command of a lane and what came of it. kit: whether it is the conformance kit. skipped,
-    xfailed: numbers of tests by reason; failed: their names; figures: what tests recorded as
-    properties, by test."""
+    """A command of a lane and what came of it. kit: whether it is the conformance kit.
+    skipped: numbers of tests by reason; xfailed: reasons by test; failed: names of tests; figures:
+    what tests recorded as properties, by test."""
 
     command: str
     kit: bool
@@ -39,7 +39,7 @@ class Run:
     seconds: float
     passed: int = 0
     skipped: dict[str, int] = dataclasses.field(default_factory=dict)
-    xfailed: dict[str, int] = dataclasses.field(default_factory=dict)
+    xfailed: dict[str, str] = dataclasses.field(default_factory=dict)
     failed: tuple[str, ...] = ()
     figures: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
 
@@ -48,9 +48,8 @@ def outcomes(results: Path) -> dict[str, Any]:
     """Fields of a `Run` from what pytest wrote as JUnit XML; none where it wrote nothing."""
     if not results.exists():
         return {"failed": ("pytest itself",)}
-    passed, failed, figures = 0, [], {}
+    passed, failed, figures, xfailed = 0, [], {}, {}
     skipped: Counter[str] = Counter()
-    xfailed: Counter[str] = Counter()
     for case in ElementTree.parse(results).iter("testcase"):
         test = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
         if found := {p.get("name", ""): p.get("value", "") for p in case.iter("property")}:
@@ -61,13 +60,13 @@ def outcomes(results: Path) -> dict[str, Any]:
         elif skip is None:
             passed += 1
         elif skip.get("type") == "pytest.xfail":
-            xfailed[skip.get("message", "")] += 1
+            xfailed[test] = skip.get("message", "")
         else:
             skipped[_reason(skip)] += 1
     # Of a test whose teardown fails as well there are two.
     failed = list(dict.fromkeys(failed))
     return {
-        "passed": passed, "skipped": dict(skipped), "xfailed": dict(xfailed),
+        "passed": passed, "skipped": dict(skipped), "xfailed": xfailed,
         "failed": tuple(failed), "figures": figures,
     }  # fmt: skip
 
@@ -89,7 +88,11 @@ def make(
     facts = {"device": None, "details": {}, "capabilities": None, "formats": []}
     shows = list(lane["shows"])
     if judged is not None:
-        facts, stand_in = _device(*judged)
+        try:
+            facts, stand_in = _device(*judged)
+        except Exception as error:
+            # What the tests found is worth a report all the more.
+            facts["device"], stand_in = f"cannot be opened: {error}", True
         if not stand_in and REAL_DEVICE not in shows:
             shows.insert(0, REAL_DEVICE)
     return {
@@ -148,8 +151,7 @@ def _speed(name: str) -> list[dict[str, Any]]:
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         print(f"== {name}: not measured: {error}", file=sys.stderr)
         return []
-    measured: list[dict[str, Any]] = json.loads(said)
-    return measured
+    return [json.loads(said)]
 
 
 def write(report: dict[str, Any]) -> Path:
@@ -168,8 +170,8 @@ def table(report: dict[str, Any]) -> str:
         rows.append(("run", run["command"]))
         rows.append(("", f"passed {run['passed']}, {run['seconds']:.0f} s, status {run['status']}"))
         rows += [("", f"failed: {test}") for test in run["failed"]]
-        for what in ("xfailed", "skipped"):
-            rows += [("", f"{what} {count}: {why}") for why, count in run[what].items()]
+        rows += [("", f"expected to fail: {test}: {why}") for test, why in run["xfailed"].items()]
+        rows += [("", f"skipped {count}: {why}") for why, count in run["skipped"].items()]
         for test, found in run["figures"].items():
             rows.append(
                 ("", f"{test}: {', '.join(f'{key} {value}' for key, value in found.items())}")

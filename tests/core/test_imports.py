@@ -177,6 +177,7 @@ ABOVE = {
     "engine": {"server", "cli", "commands", "reference"},
     "server": {"cli", "commands", "reference", "kv", "scheduler"},
     "bench": {"server", "cli", "commands", "reference", "kv", "scheduler"},
+    "evals": {"server", "cli", "commands", "reference", "kv", "scheduler"},
 }
 
 

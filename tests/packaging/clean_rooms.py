@@ -26,6 +26,8 @@ MISSING = {
 }
 """What backends say in an environment without what they need; the wheel has no native code."""
 
+pytestmark = pytest.mark.timeout(3600)
+
 VENDOR = {"torch", "triton", "mlx", "pyopencl", "llama-cpp-python"}
 
 

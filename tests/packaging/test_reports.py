@@ -82,10 +82,9 @@ def outcomes(report: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> di
     folder = tmp_path_factory.mktemp("run")
     (folder / "test_all.py").write_text(TESTS)
     (folder / "test_whole.py").write_text(SKIPPED_WHOLE)
-    subprocess.run(
-        [sys.executable, "-m", "pytest", "--junitxml=results.xml", "-pno:cacheprovider"],
-        cwd=folder, capture_output=True, check=False, timeout=60,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-pno:cacheprovider"]
+    junit = ["--junitxml=results.xml", "-ojunit_family=xunit1"]
+    subprocess.run([*command, *junit], cwd=folder, capture_output=True, check=False, timeout=60)
     return report.outcomes(folder / "results.xml")
 
 
@@ -94,7 +93,7 @@ def test_outcomes(outcomes: dict[str, Any]) -> None:
     assert outcomes["skipped"] == {
         "declares no x": 2, "no_such_vendor isn't installed: pip install it": 1
     }  # fmt: skip
-    assert outcomes["xfailed"] == {"known": 1}
+    assert outcomes["xfailed"] == {"test_all::test_expected_to_fail": "known"}
     assert sorted(outcomes["failed"]) == [
         "test_all::test_fails", "test_all::test_fails_in_teardown",
         "test_all::test_unexpectedly_passes",
@@ -133,11 +132,21 @@ def test_the_report(report: ModuleType, made: dict[str, Any]) -> None:
     lines = [" ".join(line.split()) for line in report.table(made).splitlines()]
     for line in (
         "shows real device, emulation", "device numpy", "run pytest all",
-        "failed: test_all::test_fails", "skipped 2: declares no x", "xfailed 1: known",
+        "failed: test_all::test_fails", "skipped 2: declares no x",
+        "expected to fail: test_all::test_expected_to_fail: known",
         "test_all::test_passes: mean_difference 0.25", "declares compute f32",
         "SmolLM2, batch 8 prefill 1234 tokens/s, decode 68",
     ):  # fmt: skip
         assert line in lines, line
+
+
+def test_a_device_that_cannot_be_opened(report: ModuleType) -> None:
+    """Its tests are reported all the same."""
+    run = report.Run(command="pytest", kit=True, status=1, seconds=1, failed=("t::a",))
+    made = report.make("reference", {"shows": ["emulation"]}, ("no_such_vendor:x", []), [run], [])
+    assert made["device"] == "cannot be opened: No module named 'no_such_vendor'"
+    assert made["shows"] == ["emulation"]
+    assert results(made) == "1 failed"
 
 
 def test_an_executor_declares_nothing(report: ModuleType) -> None:

@@ -28,7 +28,7 @@ def backends(
     opened = [_open(report) for report in probe_all(plugins)]
     unloaded = [r for r in plugins.records if r.status is not PluginStatus.LOADED]
     if matrix:
-        _print_matrix(opened, as_json)
+        _print_matrix(opened, plugins, as_json)
     elif as_json:
         _print_json(opened, _executors(plugins), unloaded)
     else:
@@ -139,13 +139,14 @@ def _print_json(
     print_json({"backends": entries, "executors": executors, "unloaded": owners})
 
 
-def _print_matrix(opened: list[_Opened], as_json: bool) -> None:
+def _print_matrix(opened: list[_Opened], plugins: Plugins, as_json: bool) -> None:
     """Formats by backend: of those that run here by what their devices declare, of others by what
     they declared when their lane was last judged; and what came of the lanes."""
     from polysilicon.commands.output import print_json, print_table
     from polysilicon.format_matrix import formats
     from polysilicon.lane_reports import declared, kept_reports, results
 
+    listed = formats(plugins.checkpoint_formats)
     runnable = {report.name: found for report, found in opened if found is not None}
     reasons = {report.name: report.reason for report, found in opened if found is None}
     reports = kept_reports()
@@ -168,7 +169,7 @@ def _print_matrix(opened: list[_Opened], as_json: bool) -> None:
             dataclasses.asdict(item)
             | {"support": {name: item.support(found) for name, found in runnable.items()}}
             | {"reported": {name: item.support(found) for name, found in reported.items()}}
-            for item in formats()
+            for item in listed
         ]
         print_json({"formats": rows, "unavailable": reasons, "lanes": lanes})
         return
@@ -179,10 +180,10 @@ def _print_matrix(opened: list[_Opened], as_json: bool) -> None:
             (
                 item.container,
                 item.type,
-                item.encoding or "-",
+                item.encoding or item.reason,
                 *(item.support(found) for found in columns.values()),
             )
-            for item in formats()
+            for item in listed
         ],
     )
     for name, reason in reasons.items():

@@ -9,7 +9,12 @@ from polysilicon.backend import KVSpec
 from polysilicon.config import Config
 from polysilicon.errors import ConfigError
 from polysilicon.models.model import Model
-from polysilicon.plan.bill import Bill, adapter_bytes, workspace_bytes
+from polysilicon.plan.bill import (
+    Bill,
+    adapter_bytes,
+    prompt_logits_bytes,
+    workspace_bytes,
+)
 from polysilicon.plan.kv import plan_pages
 from polysilicon.plan.units import size
 
@@ -68,6 +73,7 @@ def share_memory(
         kv={spec.name: count * spec.page_bytes for spec, count in zip(specs, pages, strict=True)},
         adapters=adapters,
         workspace=workspace,
+        prompt_logits=prompt_logits_bytes(model.config, step_tokens=config.step_tokens),
     )
     kv = bill.kv_total
     if kv > left and (config.kv_memory or config.kv_pages):
@@ -79,7 +85,7 @@ def share_memory(
             f"the KV cache does not fit: it takes {size(kv)} of {size(free)} that are free, and "
             f"{beside}: {mend}, or lower --kv-pages, --max-sequences, --max-length or --step-tokens"
         )
-    notes = [f"memory: {bill}, {size(free - kv)} free beside weights and KV"]
+    notes = [f"memory: {bill}; {size(free - kv)} are free beside weights and KV"]
     wanted = config.kv_memory
     if config.kv_pages is None and wanted and kv + sum(s.page_bytes for s in specs) <= wanted:
         notes.append(

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from polysilicon.backend import KVSpec
 from polysilicon.config import Config
-from polysilicon.engine import memory
-from polysilicon.engine.loading import load
+from polysilicon.engine.loading import Loaded, load
 from polysilicon.engine.memory import KV_SHARE, LEAST_KV_SHARE, MemoryShares, share_memory
+from polysilicon.engine.model_executor import ModelExecutor
 from polysilicon.errors import ConfigError
 from polysilicon.models.loading import load_model
 from polysilicon.models.model import Model
 from polysilicon.plan.bill import adapter_bytes, kv_bytes, workspace_bytes
 from polysilicon.reference.device import ReferenceDevice
 from polysilicon.testing.tiny_models import tiny_gemma
+from polysilicon.testing.tiny_text import write_text_side
 from polysilicon.weights.checkpoint import open_checkpoint
 
 GIB = 1 << 30
@@ -54,7 +56,7 @@ def test_enough_for_every_sequence(model: Model) -> None:
     assert note.startswith("memory: weights ")
     assert all(f"KV {spec.name} " in note for spec in model.kv_specs(16, "f16"))
     assert "workspace about" in note
-    assert note.endswith("free beside weights and KV")
+    assert note.endswith(" are free beside weights and KV")
 
 
 def test_a_share_of_what_is_free(model: Model) -> None:
@@ -121,13 +123,24 @@ def test_adapters_are_left_room_for(model: Model) -> None:
         shared(model, huge, free=GIB // 2, adapters=64, rank=64)
 
 
-def test_the_bill_is_among_the_notes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smollm2_path: Path
-) -> None:
-    monkeypatch.setattr(memory, "KV_SHARE", 0.001)
-    loaded = load(Config(backend="reference", max_sequences=1), smollm2_path)
+def test_the_bill_is_among_the_notes(tmp_path: Path) -> None:
+    tiny_gemma().write(tmp_path)
+    write_text_side(tmp_path)
+    loaded = load(Config(backend="reference", max_sequences=3, kv_dtype="f16"), tmp_path)
     try:
-        assert [note for note in loaded.notes if note.startswith("memory: weights")]
+        (note,) = [note for note in loaded.notes if note.startswith("memory: weights ")]
+        assert loaded.memory["weights"] > 0
+        # Page 0 and three whole sequences: of both groups the pools that the device has.
+        assert loaded.memory["kv"] == sum(
+            kv_bytes(model_specs(loaded), concurrency=3, context=512, step_tokens=512).values()
+        )
+        assert all(f"KV {spec.name} " in note for spec in model_specs(loaded))
     finally:
         loaded.client.close()
         loaded.checkpoint.close()
+
+
+def model_specs(loaded: Loaded) -> tuple[KVSpec, ...]:
+    executor = loaded.engine.executor
+    assert isinstance(executor, ModelExecutor)
+    return executor.model.kv_specs(16, "f16")

@@ -103,6 +103,7 @@ def _launch(
         "dim": max(heads.key_dim, heads.value_dim),
         "bytes": heads.bytes,
         "kv_bytes": heads.kv_bytes,
+        "turned": int(heads.kv == "int8"),
     }
     if by_sequence:
         block_h = min(heads.group, MOST_ROWS_OF_DECODE)

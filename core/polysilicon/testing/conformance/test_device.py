@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,13 @@ def test_capabilities(kit: Kit) -> None:
         assert size < 16 or size % 16 == 0
     assert any(capabilities.takes(f"dense:{name}") for name in KV_DTYPES)
     assert capabilities.adapters >= 0
+
+
+def test_ceilings(kit: Kit) -> None:
+    """Of a device that measures its hardware: positive numbers, by names that the planner knows."""
+    found = kit.device.ceilings(1 << 20)
+    assert set(found) <= {"bandwidth", *COMPUTE_BOUNDS, "fp8", "fp4"}
+    assert all(math.isfinite(rate) and rate > 0 for rate in found.values())
 
 
 def test_memory_follows_pools(kit: Kit) -> None:
