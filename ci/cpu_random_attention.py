@@ -29,7 +29,7 @@ from polysilicon_cpu.pools import CPUKVPool
 Float64 = npt.NDArray[np.float64]
 
 LAYER = 3
-DTYPE_STEP = {"f32": 0.0, "f16": 2.0**-10, "bf16": 2.0**-7, "int8": 2.0**-5}
+DTYPE_STEP = {"f32": 0.0, "f16": 2.0**-10, "bf16": 2.0**-7, "int8": 2.0**-5, "fp8_e4m3": 2.0**-3}
 """By KV dtype, how far apart neighbours are: rotated, normed and turned vectors may be stored as
 either."""
 
@@ -179,7 +179,7 @@ class Case:
     def _bound(self) -> float:
         shape = self.shape
         bound = 3e-5
-        if shape.dtype in ("bf16", "int8") and not shape.exact:
+        if shape.dtype in ("bf16", "int8", "fp8_e4m3") and not shape.exact:
             bound += 0.06  # queries and weights are rounded to bf16 where many rows meet
         if self.rope is not None or self.norm is not None or shape.dtype == "int8":
             bound += 2 * DTYPE_STEP[shape.dtype]

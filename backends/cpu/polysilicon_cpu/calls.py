@@ -75,32 +75,33 @@ class InFlight:
 
 class ArrayPool:
     """Output arrays, used again once nobody has them: fresh pages would cost more than the copy
-    that fills them."""
+    that fills them. Of those that nobody has, the few largest are kept, and serve for less too."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[Float32]] = {}
+        # By id. Finalizers change it in the middle of anything: what it holds is copied first.
+        self._free: dict[int, Float32] = {}
         self.nbytes = 0
 
     def take(self, count: int, owner: object) -> Float32:
         """float32 `[count]`, given back when `owner` is collected."""
-        # Sizes are rounded up to eighths of a power of two, so that few different ones are kept.
-        unit = 1 << max(0, count.bit_length() - 4)
-        size = -(-max(count, 1) // unit) * unit
-        free = self._free.setdefault(size, [])
-        if free:
-            array = free.pop()
+        fitting = [array for array in list(self._free.values()) if len(array) >= count]
+        if fitting:
+            array = min(fitting, key=len)
+            del self._free[id(array)]
         else:
-            array = aligned(size)
+            # Rounded up to an eighth of a power of two, so that it serves for a little more too.
+            unit = 1 << max(0, count.bit_length() - 4)
+            array = aligned(-(-max(count, 1) // unit) * unit)
             self.nbytes += array.nbytes
         weakref.finalize(owner, self._give_back, array).atexit = False
         return array[:count]
 
     def _give_back(self, array: Float32) -> None:
-        free = self._free.setdefault(len(array), [])
-        if len(free) < _KEPT:
-            free.append(array)
-        else:
-            self.nbytes -= array.nbytes
+        self._free[id(array)] = array
+        if len(self._free) > _KEPT:
+            smallest = min(list(self._free.values()), key=len)
+            del self._free[id(smallest)]
+            self.nbytes -= smallest.nbytes
 
 
 _KEPT = 4

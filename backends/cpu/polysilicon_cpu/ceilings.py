@@ -12,7 +12,7 @@ CEILINGS = ("read", "copy", "f32", "bf16", "int8")
 
 _PRODUCTS = ("f32", "bf16", "int8")
 _LEAST_TRIES = 3
-_SECONDS = {"read": 0.5, "f32": 0.05, "bf16": 0.05, "int8": 0.05}
+_SECONDS = {"read": 1.0, "f32": 0.05, "bf16": 0.05, "int8": 0.05}
 
 
 def ceiling(device: int, what: str, size: int = 0) -> float:

@@ -59,7 +59,7 @@ class CPUDevice(Device):
         self._pointer: int | None = pointer
         self.capabilities = Capabilities(
             compute=_COMPUTE[options.activations],
-            kv_dtypes=("bf16", "f16", "f32", "int8"),
+            kv_dtypes=("bf16", "f16", "f32", "int8", "fp8_e4m3"),
             page_sizes=(16, 32, 64, 128, 1, 2, 4, 8),
             encodings=("*",),
             adapters=256,

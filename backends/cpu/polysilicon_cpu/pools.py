@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from polysilicon.backend import (
+    KV_LARGEST_CODE,
     AdapterPool,
     AdapterSpec,
     AdapterWeights,
@@ -32,7 +33,7 @@ from polysilicon_cpu.calls import PendingWork, closed_error
 if TYPE_CHECKING:
     from polysilicon_cpu.device import CPUDevice
 
-_STORAGES = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3}
+_STORAGES = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3, "fp8_e4m3": 4}
 
 
 class CPUKVPool(KVPool):
@@ -228,18 +229,22 @@ class CPUAdapterPool(AdapterPool):
 
 
 def _keys_and_values(spec: KVSpec) -> tuple[Plane, Plane]:
-    """The planes `k` and `v`; those of dtype int8 have their scales behind both."""
+    """The planes `k` and `v`; quantised ones have their scales behind both."""
     key, value = spec.planes[:2]
     if not {key.dtype, value.dtype} <= _STORAGES.keys():
         raise ValueError(f"the cpu backend stores KV in {', '.join(_STORAGES)}, not {key.dtype}")
     expected = [
         ("k", key.heads, key.dim, key.dtype),
         ("v", key.heads, value.dim, value.dtype),
-        *((f"{p.name}_scale", key.heads, 1, "f32") for p in (key, value) if p.dtype == "int8"),
+        *(
+            (f"{p.name}_scale", key.heads, 1, "f32")
+            for p in (key, value)
+            if p.dtype in KV_LARGEST_CODE
+        ),
     ]
     if [(plane.name, plane.heads, plane.dim, plane.dtype) for plane in spec.planes] != expected:
         raise ValueError(
             "the cpu backend stores planes k and v of as many heads each, and the scales of those "
-            "that are int8 (polysilicon.backend.kv_planes)"
+            "that are quantised (polysilicon.backend.kv_planes)"
         )
     return key, value

@@ -67,6 +67,8 @@ SHAPES = [
     Shape(group=5, dim=256, window=33, page_size=4),
     Shape(dtype="f16", key_heads=1, group=16, dim=32, window=300, softcap=2.0, page_size=64),
     Shape(dtype="int8"),
+    Shape(dtype="fp8_e4m3", dim=80, page_size=8),
+    Shape(dtype="fp8_e4m3", key_heads=1, group=8, dim=64, window=90),
     Shape(dtype="int8", key_heads=1, group=9, dim=96, window=70, softcap=30.0, page_size=4),
 ]
 
@@ -169,7 +171,7 @@ def test_results_are_bitwise_independent(level: str, shape: Shape) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+@pytest.mark.parametrize("dtype", ["bf16", "int8", "fp8_e4m3"])
 @pytest.mark.parametrize("prefix", [255, 256, 600])
 def test_sharing_pages_changes_no_bit(level: str, prefix: int, dtype: str) -> None:
     """Sequences whose tables begin alike, some with more in common than others."""

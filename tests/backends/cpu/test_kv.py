@@ -8,15 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
-from polysilicon.backend import DeviceError, KVSpec, Plane, kv_planes
+from polysilicon.backend import KV_LARGEST_CODE, Batch, DeviceError, KVSpec, Plane, kv_planes
 from polysilicon.config import Config
 from polysilicon.engine.loading import load
 from polysilicon.plan.kv import plan_pages
 from polysilicon.reference.pools import ReferenceKVPool
 from polysilicon.request import Request, SamplingParams
+from polysilicon_cpu import levels
 from polysilicon_cpu.device import CPUDevice
+from polysilicon_cpu.native.attention import Attention
+from polysilicon_cpu.options import Options
 from polysilicon_cpu.pools import CPUKVPool
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
@@ -31,7 +35,7 @@ def spec_of(page_size: int, dtypes: tuple[str, str], dims: tuple[int, int]) -> K
     scales = [
         Plane(name=f"{plane.name}_scale", heads=3, dim=1, dtype="f32")
         for plane in planes
-        if plane.dtype == "int8"
+        if plane.dtype in KV_LARGEST_CODE
     ]
     return KVSpec(
         group=0,
@@ -55,7 +59,8 @@ def random_pages(spec: KVSpec, rng: np.random.Generator) -> np.ndarray:
 @pytest.mark.parametrize("page_size", [1, 2, 4, 8, 16, 32, 48, 64])
 @pytest.mark.parametrize("dtypes", [("f32", "f32"), ("f16", "f16"), ("bf16", "bf16"),
                                     ("f16", "bf16"), ("bf16", "f32"), ("int8", "int8"),
-                                    ("int8", "bf16"), ("f16", "int8")])  # fmt: skip
+                                    ("int8", "bf16"), ("f16", "int8"), ("fp8_e4m3", "fp8_e4m3"),
+                                    ("int8", "fp8_e4m3")])  # fmt: skip
 @pytest.mark.parametrize("dims", [(64, 64), (33, 7), (80, 96), (1, 17)])
 def test_pages_and_copies(
     device: CPUDevice, page_size: int, dtypes: tuple[str, str], dims: tuple[int, int]
@@ -151,3 +156,53 @@ def test_planes_that_do_not_work(
 def test_page_sizes_that_do_not_work(device: CPUDevice, page_size: int) -> None:
     with pytest.raises((DeviceError, ValueError), match="page"):
         CPUKVPool(device, spec_of(page_size, ("f16", "f16"), (8, 8)), PAGES)
+
+
+@pytest.mark.parametrize("dtype", list(KV_LARGEST_CODE))
+@pytest.mark.parametrize("level", [name for name in levels.built() if levels.failure(name) is None])
+def test_codes_are_those_of_the_contract(level: str, dtype: str) -> None:
+    """Of values of every size, ties among them; infinities and NaN; and of zeros."""
+    rng = np.random.default_rng()
+    count, dim = 200, 64
+    planes = kv_planes(heads=1, key_dim=dim, value_dim=dim, dtype=dtype)
+    spec = KVSpec(group=0, name="codes", layers=(0,), window=None, planes=planes, page_size=16)
+    # Turned vectors round in an order of their own; what one element alone makes has no sums.
+    x = np.zeros((count, 1, dim), np.float32)
+    if dtype == "int8":
+        x[np.arange(count), 0, rng.integers(0, dim, count)] = rng.standard_normal(count)
+    else:
+        x[:] = np.exp2(rng.integers(-160, 100, (count, 1, 1)) + rng.uniform(-22, 0, x.shape))
+        x[:100] = np.exp2(rng.integers(-60, 60, (100, 1, 1)))
+        x[:100] *= rng.integers(0, 897, (100, 1, dim)) * 2.0 ** -rng.integers(0, 12, (100, 1, dim))
+        x *= rng.choice([-1, 1], x.shape)
+    x[-1], x[-2, 0, 3], x[-3, 0, 5] = 0, np.inf, np.nan
+    device = CPUDevice(Options(level=level, threads=1))
+    slots = np.arange(16, 16 + count, dtype=np.int32)
+    pages = count // 16 + 3
+    pool, reference = CPUKVPool(device, spec, pages), ReferenceKVPool(spec, pages)
+    with np.errstate(invalid="ignore"):
+        reference.store(0, slots, x, x)
+    flat = x.reshape(count, dim)
+    Attention(device, pool, heads=1, scale=1.0)(flat, flat, flat, batch_of(count, slots), 0)
+    found = np.zeros((2, pages, 1, spec.block_bytes), np.uint8)
+    for into, each in zip(found, (pool, reference), strict=True):
+        each.read(range(pages), into).result()
+    device.close()
+    assert np.array_equal(found[0], found[1])
+
+
+def batch_of(count: int, slots: npt.NDArray[np.int32]) -> Batch:
+    """One sequence's first tokens, in consecutive pages of 16 from the second on."""
+    zero = np.zeros(1, np.int32)
+    return Batch(
+        tokens=np.zeros(count, np.int32),
+        token_source=np.full(count, -1, np.int32),
+        positions=np.arange(count, dtype=np.int32),
+        query_start=np.array([0, count], np.int32),
+        context_len=np.array([count], np.int32),
+        page_tables=(np.arange(1, count // 16 + 2, dtype=np.int32)[None],),
+        slots=(slots,),
+        logit_rows=np.zeros(0, np.int32),
+        sequence_slot=zero,
+        adapter_slot=zero,
+    )

@@ -147,7 +147,8 @@ def test_a_gated_activation_and_the_products_that_read_it(capsys, rng, count, us
 
     tokens = np.arange(count) % 40
     hidden = (0,) if used == "as an output" else ()
-    outputs = device.compile(forward, hidden=hidden)(rows(tokens), None).result()
+    program = device.compile(forward, hidden=hidden)
+    outputs = program(rows(tokens), None).result()
     x = values[tokens].astype(np.float64)
     gate, up = np.split(x @ weights[0].T, 2, axis=1)
     gated = gate / (1 + np.exp(-gate)) * up

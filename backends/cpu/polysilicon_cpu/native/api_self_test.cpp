@@ -115,7 +115,8 @@ void all_attention(Context& context, std::vector<Values>& results) {
   const BatchView batch{kTokens,         1,           0,           1,    places.data(),
                         places.data(),   query_start, context_len, zero, zero,
                         zero,            &group,      nullptr,     0};
-  for (const Storage storage : {Storage::kF32, Storage::kF16, Storage::kBF16, Storage::kI8}) {
+  for (const Storage storage :
+       {Storage::kF32, Storage::kF16, Storage::kBF16, Storage::kI8, Storage::kF8}) {
     KVPool pool({0, 1, kKeyHeads, 16, 0, {kDim, storage}, {kDim, storage}}, kPages);
     AttentionParameters parameters{};
     parameters.heads = kHeads;

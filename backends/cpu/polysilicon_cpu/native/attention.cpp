@@ -44,7 +44,7 @@ class Attention {
         dim_(padded(layout_.key.dim, 2)),
         width_(padded(layout_.value.dim, 16)),
         result_floats_(width_ + 16),
-        int8_(layout_.key.storage == Storage::kI8 && layout_.value.storage == Storage::kI8) {}
+        codes_(has_scale(layout_.key.storage) && has_scale(layout_.value.storage)) {}
 
   void store(const View& k, const View& v);
   void run();
@@ -77,7 +77,7 @@ class Attention {
     const bool gathers = layout_.page_size < kUnit;
     return Scratch(cutter, plan_.item_tokens * group_, dim_, width_,
                    gathers ? kPartUnits * pool_.unit_bytes() : 0,
-                   int8_ ? kPartUnits * (widened_bytes(dim_) + widened_bytes(width_)) : 0);
+                   codes_ ? kPartUnits * (widened_bytes(dim_) + widened_bytes(width_)) : 0);
   }
   // Of a unit's keys or values as pairs of bf16, with their scales.
   static std::size_t widened_bytes(int columns) {
@@ -96,7 +96,7 @@ class Attention {
   float* out_;
   int group_, dim_, width_;
   std::size_t result_floats_;  // of a partial result: the mixed values, largest and total
-  bool int8_;
+  bool codes_;  // keys and values both
   float* partial_ = nullptr;
 };
 
@@ -207,16 +207,17 @@ void Attention::widen(const Units& units, const Scratch& scratch) const {
   const std::size_t first = units.keys - scratch.pointers;
   for (std::size_t unit = first; unit < first + units.count; ++unit) {
     std::uint8_t* into = scratch.widened + unit * unit_bytes;
-    const auto widen_plane = [&](const std::uint8_t*& codes, int rows, int columns) {
+    const auto widen_plane = [&](Storage storage, const std::uint8_t*& codes, int rows,
+                                 int columns) {
       const int all = rows * columns / kUnit;
-      kernels_.widen(codes, rows, columns, into);
+      kernels_.widen(storage, codes, rows, columns, into);
       std::memcpy(into + widened_bytes(all) - sizeof(float) * kUnit, codes + scales_start(all),
                   sizeof(float) * kUnit);
       codes = into;
       into += widened_bytes(all);
     };
-    widen_plane(scratch.pointers[unit], dim_, kUnit);
-    widen_plane(scratch.pointers[kPartUnits + unit], kUnit, width_);
+    widen_plane(layout_.key.storage, scratch.pointers[unit], dim_, kUnit);
+    widen_plane(layout_.value.storage, scratch.pointers[kPartUnits + unit], kUnit, width_);
   }
 }
 
@@ -282,8 +283,8 @@ void Attention::attend_part(const AttentionPlan::Item& item, int part, bool pair
   tile.next = next.keys;
   tile.next_units = next.count;
   const int element = pairs ? sizeof(std::uint16_t) : 1;
-  if (layout_.key.storage == Storage::kI8) tile.key_scales = scales_start(dim_) * element;
-  if (layout_.value.storage == Storage::kI8) tile.value_scales = scales_start(width_) * element;
+  if (has_scale(layout_.key.storage)) tile.key_scales = scales_start(dim_) * element;
+  if (has_scale(layout_.value.storage)) tile.value_scales = scales_start(width_) * element;
   if (prefetches(item)) {
     tile.key_bytes = static_cast<int>(pool_.key_bytes());
     tile.value_bytes = static_cast<int>(pool_.value_bytes());
@@ -328,7 +329,7 @@ void Attention::run_item(int number, int thread) {
   const bool bf16 = layout_.key.storage == Storage::kBF16 &&
                     layout_.value.storage == Storage::kBF16;
   const bool pairs = kernels_.pairs && !parameters_.exact &&
-                     ((bf16 && group_ >= kPairGroup) || ((bf16 || int8_) && rows >= kPairRows));
+                     ((bf16 && group_ >= kPairGroup) || ((bf16 || codes_) && rows >= kPairRows));
   const bool whole = token_of(item, 0).partial < 0;
   const float softcap = parameters_.softcap;
   const float factor = softcap != 0 ? parameters_.scale / softcap : parameters_.scale * kLog2E;
@@ -358,7 +359,7 @@ void Attention::run_item(int number, int thread) {
   for (int part = item.first_part; part < item.last_part; ++part) {
     const Units units =
         resolve(item, part, scratch, scratch.pointers, scratch.pointers + kPartUnits);
-    if (pairs && int8_) widen(units, scratch);
+    if (pairs && codes_) widen(units, scratch);
     Units next;
     if (prefetches(item)) {
       const std::uint8_t** keys = scratch.pointers + 2 * kPartUnits;

@@ -8,7 +8,7 @@ namespace polysilicon {
 namespace {
 
 int element_bytes(Storage storage) {
-  return storage == Storage::kF32 ? 4 : storage == Storage::kI8 ? 1 : 2;
+  return storage == Storage::kF32 ? 4 : has_scale(storage) ? 1 : 2;
 }
 
 int even(int dim) { return (dim + 1) / 2 * 2; }
@@ -18,7 +18,7 @@ int whole_vectors(int dim) { return (dim + 15) / 16 * 16; }
 // Bytes of a unit's keys or values, scales included.
 std::size_t field_bytes(const KVPlane& plane, int columns) {
   std::size_t bytes = static_cast<std::size_t>(columns) * kUnit * element_bytes(plane.storage);
-  if (plane.storage == Storage::kI8) bytes += sizeof(float) * kUnit;
+  if (has_scale(plane.storage)) bytes += sizeof(float) * kUnit;
   return (bytes + 63) / 64 * 64;
 }
 
@@ -62,7 +62,7 @@ void KVPool::add_fields(const KVPlane& plane, bool key) {
     fields_.push_back({order, false, start, plane.dim, element_bytes(plane.storage),
                        whole_vectors(plane.dim)});
   }
-  if (plane.storage == Storage::kI8) {
+  if (has_scale(plane.storage)) {
     const int columns = key ? even(plane.dim) : whole_vectors(plane.dim);
     fields_.push_back({Field::Order::kDimensions, true,
                        start + static_cast<std::size_t>(scales_start(columns)), 1, sizeof(float),

@@ -8,8 +8,8 @@
 //   values, bf16  [8][width][2], pairs of slots
 //   values, else  [16][width]
 //
-// with `dim` rounded up to an even number and `width` to a multiple of 16. Behind int8 keys and
-// values stand the scales of their slots, float [16]; they are turned (`AttentionKernels::turn`).
+// with `dim` rounded up to an even number and `width` to a multiple of 16. Behind codes stand
+// the scales of their slots, float [16]; int8 ones are turned (`AttentionKernels::turn`).
 // Both of a unit stand together, a page's units of one head in a row:
 // [layer][page][head][unit]{keys, values}. Pages of fewer than 16 slots have a unit each that is
 // filled in part.
@@ -74,7 +74,7 @@ class KVPool {
   void copy(Context& context, const std::int32_t* source, const std::int32_t* target, int count);
 
   // A page's data without headers, [block][layer][plane][head][slot][dim], where blocks are 16
-  // slots or a whole page of fewer, and the planes keys, values and the scales of the int8 ones;
+  // slots or a whole page of fewer, and the planes keys, values and the scales of codes;
   // `stride` bytes lie between blocks.
   void read(Context& context, int page, std::uint8_t* into, std::size_t stride) const;
   void write(Context& context, int page, const std::uint8_t* from, std::size_t stride);

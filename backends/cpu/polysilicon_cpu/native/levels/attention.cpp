@@ -22,6 +22,7 @@ void attend_rows(const TilePart& part) {
     case Storage::kF16: score<Stored<Storage::kF16>, R>(part); break;
     case Storage::kBF16: score<Stored<Storage::kBF16>, R>(part); break;
     case Storage::kI8: score<Stored<Storage::kI8>, R>(part); break;
+    case Storage::kF8: score<Stored<Storage::kF8>, R>(part); break;
   }
   soften(part);
   switch (part.value_storage) {
@@ -29,6 +30,7 @@ void attend_rows(const TilePart& part) {
     case Storage::kF16: mix<Stored<Storage::kF16>, R>(part); break;
     case Storage::kBF16: mix<Stored<Storage::kBF16>, R>(part); break;
     case Storage::kI8: mix<Stored<Storage::kI8>, R>(part); break;
+    case Storage::kF8: mix<Stored<Storage::kF8>, R>(part); break;
   }
 }
 

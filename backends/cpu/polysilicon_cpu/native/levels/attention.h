@@ -9,14 +9,19 @@
 
 namespace polysilicon {
 
-enum class Storage : int { kF32, kF16, kBF16, kI8 };
+enum class Storage : int { kF32, kF16, kBF16, kI8, kF8 };  // kF8: e4m3fn
+
+// Whether a slot has codes of a byte, and a scale.
+constexpr bool has_scale(Storage storage) {
+  return storage == Storage::kI8 || storage == Storage::kF8;
+}
 
 constexpr int kUnit = 16;  // slots
 constexpr int kPart = 256;  // keys
 constexpr int kPartUnits = kPart / kUnit;
 
-// Where the scales of a unit's slots stand, behind int8 keys of `columns` dimensions (rounded up to
-// an even number) or values of that width.
+// Where the scales of a unit's slots stand, behind codes of keys of `columns` dimensions (rounded up
+// to an even number) or of values of that width.
 constexpr int scales_start(int columns) { return columns * kUnit; }
 
 // A tile against a part. Places of keys are relative to the part's start.
@@ -69,9 +74,9 @@ struct AttentionKernels {
                       void* unit);
   // The Walsh-Hadamard transform of `polysilicon.backend.KV_DTYPES`; out may be x.
   void (*turn)(const float* x, int dim, float* out);
-  // Codes [rows][columns], `rows` even, as bf16 [rows / 2][columns][2]: an int8 unit's keys
-  // [dim][16] or values [16][width] in the order for products of pairs. Null without these.
-  void (*widen)(const std::uint8_t* codes, int rows, int columns, void* pairs);
+  // Codes [rows][columns], `rows` even, as bf16 [rows / 2][columns][2]: a unit's keys [dim][16] or
+  // values [16][width] in the order for products of pairs. Null without these.
+  void (*widen)(Storage storage, const std::uint8_t* codes, int rows, int columns, void* pairs);
   // Cosines and sines, times scale, of position * frequency.
   void (*angles)(const double* frequencies, int pairs, float scale, int position, float* cosine,
                  float* sine);

@@ -46,24 +46,36 @@ void pack_query(const float* query, float scale, int dim, int row, int padded, b
 }
 
 // Codes and scale of a vector, by the rule of `polysilicon.backend.KV_DTYPES`.
-float quantize(const float* x, int count, std::int8_t* codes) {
+template <Storage storage>
+float quantize(const float* x, int count, std::uint8_t* codes) {
   constexpr std::uint32_t kInfinity = 0x7f800000u;
   std::uint32_t largest = 0;
   for (int i = 0; i < count; ++i) {
     const std::uint32_t size = __builtin_bit_cast(std::uint32_t, x[i]) & 0x7fffffffu;
     largest = size > largest ? size : largest;
   }
-  const float scale = __builtin_bit_cast(float, largest) / 127.0f;
+  const float most = storage == Storage::kF8 ? 448.0f : 127.0f;
+  const float scale = __builtin_bit_cast(float, largest) / most;
   if (largest >= kInfinity || scale < 0x1p-126f) {
     std::memset(codes, 0, static_cast<std::size_t>(count));
     return largest >= kInfinity ? __builtin_nanf("") : 0.0f;
   }
   for (int i = 0; i < count; ++i) {
-    // Adding 1.5 * 2^23 leaves the nearest whole number in the lowest bits.
-    const float shifted = x[i] / scale + 12582912.0f;
-    codes[i] = static_cast<std::int8_t>(__builtin_bit_cast(std::int32_t, shifted));
+    const float quotient = x[i] / scale;
+    if constexpr (storage == Storage::kF8) {
+      codes[i] = to_f8(quotient < -most ? -most : quotient > most ? most : quotient);
+    } else {
+      // Adding 1.5 * 2^23 leaves the nearest whole number in the lowest bits.
+      codes[i] = static_cast<std::uint8_t>(
+          __builtin_bit_cast(std::uint32_t, quotient + 12582912.0f));
+    }
   }
   return scale;
+}
+
+float quantize(Storage storage, const float* x, int count, std::uint8_t* codes) {
+  if (storage == Storage::kF8) return quantize<Storage::kF8>(x, count, codes);
+  return quantize<Storage::kI8>(x, count, codes);
 }
 
 void store_scale(float scale, int columns, int offset, void* unit) {
@@ -90,10 +102,11 @@ void store_key(Storage storage, const float* key, int dim, int offset, void* uni
       if (d < dim) pairs[d / 2 * kUnit] = to_bf16(key[d]);
       return;
     }
-    case Storage::kI8: {
-      std::int8_t codes[kMaxDim];
-      const float scale = quantize(key, dim, codes);
-      std::int8_t* column = static_cast<std::int8_t*>(unit) + offset;
+    case Storage::kI8:
+    case Storage::kF8: {
+      std::uint8_t codes[kMaxDim];
+      const float scale = quantize(storage, key, dim, codes);
+      std::uint8_t* column = static_cast<std::uint8_t*>(unit) + offset;
       for (int d = 0; d < dim; ++d) column[d * kUnit] = codes[d];
       store_scale(scale, dim + dim % 2, offset, unit);
       return;
@@ -122,20 +135,23 @@ void store_value(Storage storage, const float* value, int dim, int width, int of
       for (int d = 0; d < dim; ++d) row[d * 2] = to_bf16(value[d]);
       return;
     }
-    case Storage::kI8: {
-      std::int8_t* row =
-          static_cast<std::int8_t*>(unit) + static_cast<std::size_t>(offset) * width;
-      store_scale(quantize(value, dim, row), width, offset, unit);
+    case Storage::kI8:
+    case Storage::kF8: {
+      std::uint8_t* row =
+          static_cast<std::uint8_t*>(unit) + static_cast<std::size_t>(offset) * width;
+      store_scale(quantize(storage, value, dim, row), width, offset, unit);
       return;
     }
   }
 }
 
 #if defined(__AVX512BF16__)
-// Whole numbers of up to 8 bits are exact in bf16.
+// Whole numbers of up to 8 bits and e4m3fn are exact in bf16.
+template <Storage storage>
 void widen(const std::uint8_t* codes, int rows, int columns, void* pairs) {
   std::uint8_t* out = static_cast<std::uint8_t*>(pairs);
   const auto floats = [](const std::uint8_t* from) {
+    if constexpr (storage == Storage::kF8) return (Words)load_f8(from);
     return (Words)load_i8(reinterpret_cast<const std::int8_t*>(from));
   };
   for (int row = 0; row < rows; row += 2) {
@@ -145,6 +161,11 @@ void widen(const std::uint8_t* codes, int rows, int columns, void* pairs) {
       std::memcpy(out, &both, sizeof(both));
     }
   }
+}
+
+void widen(Storage storage, const std::uint8_t* codes, int rows, int columns, void* pairs) {
+  if (storage == Storage::kF8) return widen<Storage::kF8>(codes, rows, columns, pairs);
+  widen<Storage::kI8>(codes, rows, columns, pairs);
 }
 #endif
 

@@ -84,6 +84,16 @@ struct Stored<Storage::kI8> {
   }
 };
 
+template <>
+struct Stored<Storage::kF8> {
+  static Floats key(const std::uint8_t* unit, int d, int vector) {
+    return load_f8(unit + d * kUnit + vector * kWidth);
+  }
+  static Floats value(const std::uint8_t* unit, int width, int slot, int column) {
+    return load_f8(unit + slot * width + column);
+  }
+};
+
 // What is read some way ahead of a unit's keys or values: they are read in the order keys, values,
 // and then the next part's keys. Each of `steps` steps fetches `lines` of its lines.
 struct Ahead {

@@ -182,6 +182,14 @@ template <class Vector>
 #endif
 }
 
+// e4m3fn; its NaN, which is never stored, is read as 480.
+[[maybe_unused]] inline Floats load_f8(const std::uint8_t* from) {
+  const Words codes = (Words)load_u8(from);
+  // The product puts the exponent right and subnormal values too.
+  const Floats sizes = (Floats)((codes & 0x7f) << 20) * splat(0x1p120f);
+  return (Floats)((Words)sizes | (codes & 0x80) << 24);
+}
+
 [[maybe_unused]] inline Floats load_bf16(const std::uint16_t* from) {
 #if defined(__AVX512F__)
   const Words bits = (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
@@ -198,6 +206,19 @@ template <class Vector>
   const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<std::uint16_t>(bits >> 16 | 0x40);
   return static_cast<std::uint16_t>((bits + 0x7fffu + (bits >> 16 & 1)) >> 16);
+}
+
+// e4m3fn of a number of up to 448, rounded to nearest even.
+[[maybe_unused]] inline std::uint8_t to_f8(float x) {
+  const std::uint32_t bits = __builtin_bit_cast(std::uint32_t, x);
+  const std::uint32_t size = bits & 0x7fffffff;
+  std::uint32_t code;
+  if (size < 0x3c800000) {  // below 2^-6: adding 1.5 * 2^14 leaves the multiple of 2^-9 below
+    code = __builtin_bit_cast(std::uint32_t, __builtin_bit_cast(float, size) + 24576.0f) & 0xf;
+  } else {
+    code = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - ((127 - 7) << 3);
+  }
+  return static_cast<std::uint8_t>(bits >> 24 & 0x80) | static_cast<std::uint8_t>(code);
 }
 
 [[maybe_unused]] inline std::uint16_t to_f16(float x) {
