@@ -73,12 +73,13 @@ def plan(
         ),
     ] = "this",
     quantize: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="w4, w8, fp8, or none for weights as they are stored; several as none,w4.",
+            help="w4, w8, fp8, or none for weights as they are stored; several as none,w4. "
+            "Default: none.",
             rich_help_panel=_WHERE,
         ),
-    ] = "none",
+    ] = None,
     price: Annotated[
         str | None,
         typer.Option(
@@ -94,7 +95,7 @@ def plan(
     from polysilicon.commands.output import print_json, print_table
     from polysilicon.errors import ConfigError
     from polysilicon.plan import planner, tables
-    from polysilicon.plan.model import open_model, quantized
+    from polysilicon.plan.model import NONE, open_model, quantized
     from polysilicon.plan.placed import placed
     from polysilicon.plugins import load_plugins
     from polysilicon.progress import bar
@@ -114,7 +115,7 @@ def plan(
         )
         load = planner.load_for(
             planned,
-            context=context,
+            context=config.max_length if context is None else context,
             concurrency=concurrency,
             input_tokens=input_tokens,
             output_tokens=output_tokens,
@@ -124,10 +125,8 @@ def plan(
             adapters=adapters,
             adapter_rank=adapter_rank,
         )
-        variants = [
-            (scheme, placed(quantized(planned, scheme)))
-            for scheme in _listed("--quantize", quantize)
-        ]
+        schemes = _listed("--quantize", config.quantize or NONE if quantize is None else quantize)
+        variants = [(scheme, placed(quantized(planned, scheme))) for scheme in schemes]
         plans = [
             planner.plan(variant, scheme, place, load, price=cost)
             for place, cost in zip(places, prices, strict=True)

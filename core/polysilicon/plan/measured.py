@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 
-from polysilicon.backend import Device
+from polysilicon.backend import Device, DeviceError
 from polysilicon.config import Config
 from polysilicon.engine.loading import open_device
-from polysilicon.errors import ConfigError
+from polysilicon.errors import ConfigError, PluginError
 from polysilicon.plan.hardware import THIS, Figure, Hardware, hardware_table
 from polysilicon.plugins import Plugins
 from polysilicon.selection import select_backend
@@ -30,7 +30,9 @@ class MeasuredHardware(Hardware):
         self._device = device
         self._backend = backend
         self._bandwidths: dict[int, float | None] = {}
-        self.memory = Figure(value=device.memory().total, source=f"backend {backend}")
+        memory = device.memory()
+        self._most_bytes = max(_LEAST_BYTES, min(_MOST_BYTES, memory.free // 2))
+        self.memory = Figure(value=memory.total, source=f"backend {backend}")
         measured = device.ceilings(_LEAST_BYTES)
         if not measured:
             raise ConfigError(
@@ -46,7 +48,7 @@ class MeasuredHardware(Hardware):
         self.compute = device.capabilities.compute
 
     def bandwidth(self, nbytes: int) -> Figure | None:
-        nbytes = max(_LEAST_BYTES, min(nbytes, _MOST_BYTES))
+        nbytes = max(_LEAST_BYTES, min(nbytes, self._most_bytes))
         # Rounded to eighths of a power of two, so that few sizes are measured.
         unit = 1 << (nbytes.bit_length() - 4)
         size = nbytes // unit * unit
@@ -70,5 +72,7 @@ def this_machine(config: Config, plugins: Plugins) -> Iterator[MeasuredHardware]
     try:
         name = selection.devices[config.device].name
         yield MeasuredHardware(device, name=name, backend=selection.name)
+    except DeviceError as error:
+        raise PluginError(f"backend {selection.name} failed: {error}") from error
     finally:
         device.close()

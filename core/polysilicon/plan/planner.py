@@ -240,7 +240,7 @@ class Speed:
         )
 
     def _seconds(self, work: Work) -> float | None:
-        bandwidth = self._hardware.bandwidth(int(work.nbytes))
+        bandwidth = self._hardware.bandwidth(int(work.working_set))
         return work.seconds(
             bandwidth=None if bandwidth is None else bandwidth.value,
             rate=None if self.products is None else self.products[1].value,
@@ -317,7 +317,7 @@ def plan(
         tpot=tpot,
         end_to_end=whole,
         products=speed.products,
-        bandwidth=hardware.bandwidth(int(step.nbytes)),
+        bandwidth=hardware.bandwidth(int(step.working_set)),
         price=price,
         input_cost=cost(prefill_rate),
         output_cost=cost(load.concurrency / tpot if tpot else None),

@@ -17,10 +17,11 @@ from polysilicon.plan.weights import WeightTraffic
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
     """What some steps do together: bytes that are read, and products, a multiplication and an
-    addition being two."""
+    addition being two. working_set: bytes that one step reads, which caches may hold."""
 
     nbytes: float
     operations: float
+    working_set: float
 
     def seconds(self, *, bandwidth: float | None, rate: float | None) -> float | None:
         """The least that it takes: by bandwidth (bytes a second) or by the rate of products,
@@ -46,10 +47,8 @@ def decode_work(
     kv = sum(spec.token_bytes * _seen(spec, context) for spec in specs)
     pairs = sum(len(spec.layers) * _seen(spec, context) for spec in specs)
     products = traffic.layer_products + traffic.head_products + pairs * _pair_products(config)
-    return Work(
-        nbytes=traffic.bytes_of(concurrency) + concurrency * kv,
-        operations=2.0 * concurrency * products,
-    )
+    nbytes = traffic.bytes_of(concurrency) + concurrency * kv
+    return Work(nbytes=nbytes, operations=2.0 * concurrency * products, working_set=nbytes)
 
 
 def prefill_work(
@@ -68,7 +67,11 @@ def prefill_work(
     products = (
         tokens * traffic.layer_products + traffic.head_products + pairs * _pair_products(config)
     )
-    return Work(nbytes=nbytes, operations=2.0 * products)
+    return Work(
+        nbytes=nbytes,
+        operations=2.0 * products,
+        working_set=traffic.bytes_of(min(tokens, step_tokens)),
+    )
 
 
 def _pair_products(config: ModelConfig) -> int:

@@ -112,10 +112,15 @@ def test_what_stands_in_a_configuration_file(
 ) -> None:
     folder = write_config("llama-2-7b")
     file = tmp_path / "serve.yaml"
-    file.write_text(f"model: {folder}\nkv_dtype: f32\nstep_tokens: 64\npage_size: 32\n")
+    file.write_text(
+        f"model: {folder}\nkv_dtype: f32\nstep_tokens: 64\npage_size: 32\nmax_length: 100\n"
+        "quantize: w8\n"
+    )
     found = json.loads(printed(capsys, "--json", "--hardware", "h200", "--config", str(file)))
     assert found["kv_token_bytes"] == {"full": 1 << 20}
-    assert (found["load"]["step_tokens"], found["load"]["page_size"]) == (64, 32)
+    load = found["load"]
+    assert (load["step_tokens"], load["page_size"], load["context"]) == (64, 32, 100)
+    assert [entry["quantize"] for entry in found["plans"]] == ["w8"]
 
 
 def test_this_machine(

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from polysilicon.backend import DeviceLost, MemoryInfo
 from polysilicon.config import Config
 from polysilicon.errors import ConfigError, PluginError
 from polysilicon.plan.hardware import RATE_DTYPES, find_hardware, hardware_table
@@ -71,6 +72,33 @@ def test_a_backend_that_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(ReferenceDevice, "ceilings", lambda self, nbytes: {})
     with pytest.raises(ConfigError, match="does not measure its devices: name yours"):
         MeasuredHardware(ReferenceDevice(), name="x", backend="reference")
+
+
+def test_a_device_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(self: ReferenceDevice, nbytes: int) -> dict[str, float]:
+        raise DeviceLost("gone")
+
+    monkeypatch.setattr(ReferenceDevice, "ceilings", lost)
+    with (
+        pytest.raises(PluginError, match="backend reference failed: gone"),
+        this_machine(Config(backend="reference"), load_plugins()),
+    ):
+        pass
+
+
+def test_little_memory_is_not_measured_beyond(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def ceilings(self: ReferenceDevice, nbytes: int) -> dict[str, float]:
+        asked.append(nbytes)
+        return {"bandwidth": 1.0}
+
+    little = MemoryInfo(total=64 << 20, free=32 << 20, used={})
+    monkeypatch.setattr(ReferenceDevice, "ceilings", ceilings)
+    monkeypatch.setattr(ReferenceDevice, "memory", lambda self: little)
+    machine = MeasuredHardware(ReferenceDevice(), name="x", backend="reference")
+    machine.bandwidth(1 << 40)
+    assert max(asked) == 16 << 20
 
 
 def test_sizes_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,10 @@ def test_a_stream_on_an_a100(write_config: WriteConfig) -> None:
     """14 GB at 2 TB/s are about 140 tokens a second, and four times as many in a quarter of the
     bytes; Llama-2-7B's 13.2 GB that a step reads are a little more."""
     assert find_hardware("a100").bandwidth(0).value == 2.039e12
-    step = Work(nbytes=14e9, operations=0).seconds(bandwidth=2e12, rate=None)
-    quarter = Work(nbytes=14e9 / 4, operations=0).seconds(bandwidth=2e12, rate=None)
+    step = Work(nbytes=14e9, operations=0, working_set=14e9).seconds(bandwidth=2e12, rate=None)
+    quarter = Work(nbytes=14e9 / 4, operations=0, working_set=14e9).seconds(
+        bandwidth=2e12, rate=None
+    )
     assert step is not None
     assert quarter is not None
     assert 1 / step == pytest.approx(140, rel=0.03)
@@ -163,6 +165,25 @@ def test_prefill_reads_the_weights_once_a_step(write_config: WriteConfig) -> Non
     assert [speed.prefill_seconds(n) for n in (99, 100, 101, 1000)] == [
         once, once, 2 * once, 10 * once,
     ]  # fmt: skip
+
+
+def test_caches_hold_what_one_step_reads(write_config: WriteConfig) -> None:
+    """The bandwidth is that of the working set, not of all the bytes of a long prompt."""
+    asked: list[int] = []
+
+    class Asked(KnownHardware):
+        def bandwidth(self, nbytes: int) -> Figure:
+            asked.append(nbytes)
+            return self.read
+
+    model = open_model(str(write_config("qwen2.5-0.5b")))
+    known = made(rates={"bf16": 1e30})
+    hardware = Asked(**{f.name: getattr(known, f.name) for f in dataclasses.fields(known)})
+    speed = Speed(model, hardware, loaded(model, step_tokens=100))
+    speed.prefill_seconds(1000)
+    speed.decode_seconds(concurrency=3, context=64)
+    kv = 3 * 64 * kv_groups(model.config, 16, "f16")[0].token_bytes
+    assert asked == [model.nbytes, model.nbytes + kv]
 
 
 def test_what_a_step_reads(write_config: WriteConfig) -> None:
