@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from polysilicon.quantization.rtn import (
     Grid,
+    error_weights,
     in_dtype,
     reciprocal,
     row_chunks,
@@ -29,10 +30,9 @@ def fit_affine_blocks(weight: Float32, importance: Float32 | None, *, bits: int)
     count = weight.shape[1] // _AFFINE_GROUP
     shape = (len(weight), count // 8, 8)
     scale, bias = np.empty(shape, np.float32), np.empty(shape, np.float32)
-    weights = _grouped(importance, _AFFINE_GROUP)
     for rows in row_chunks(weight):
         groups = weight[rows].reshape(-1, count, _AFFINE_GROUP)
-        found = search_affine(groups, _weights(groups, weights), bits, from_zero=True)
+        found = search_affine(groups, error_weights(groups, importance), bits, from_zero=True)
         scale[rows], bias[rows] = (part.reshape(-1, *shape[1:]) for part in found)
     return Grid(
         bits=bits,
@@ -46,10 +46,11 @@ def fit_symmetric_blocks(weight: Float32, importance: Float32 | None) -> Grid:
     """Q6_K: groups of 16 around 0, signed scales of 8 bits under one f16 a block."""
     count = weight.shape[1] // _SYMMETRIC_GROUP
     scale = np.empty((len(weight), count // 16, 16), np.float32)
-    weights = _grouped(importance, _SYMMETRIC_GROUP)
     for rows in row_chunks(weight):
         groups = weight[rows].reshape(-1, count, _SYMMETRIC_GROUP)
-        found = search_symmetric(groups, _weights(groups, weights), np.float32(32), signed=True)
+        found = search_symmetric(
+            groups, error_weights(groups, importance), np.float32(32), signed=True
+        )
         scale[rows] = found.reshape(-1, *scale.shape[1:])
     return Grid(
         bits=6,
@@ -57,20 +58,6 @@ def fit_symmetric_blocks(weight: Float32, importance: Float32 | None) -> Grid:
         scale=_super_scaled(scale, 8, 128, 127),
         offset=32,
     )
-
-
-def _grouped(importance: Float32 | None, group: int) -> Float32 | None:
-    return None if importance is None else importance.reshape(-1, group)
-
-
-def _weights(groups: Float32, importance: Float32 | None) -> Float32:
-    """Weights of the squared errors: large values count for more, as a model's outputs hang on
-    them; where columns have importances of their own, those."""
-    if importance is not None:
-        return importance
-    mean = np.sqrt(np.einsum("...g,...g->...", groups, groups) / np.float32(groups.shape[-1]))
-    weights: Float32 = np.abs(groups) + mean[..., None] + np.float32(1e-12)
-    return weights
 
 
 def _super_scaled(values: Float32, bits: int, offset: int, largest: int) -> SuperScaled:

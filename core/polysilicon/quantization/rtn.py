@@ -92,8 +92,8 @@ class Grid:
 
 
 Fit = Callable[[Float32, Float32 | None], Grid]
-"""Chooses a grid for a matrix `[N, K]`; the second argument weighs the squared error of each of its
-K columns."""
+"""Chooses a grid for a matrix `[N, K]`; the second argument is the importance of each of its K
+columns, as `error_weights` takes it."""
 
 
 def quantize_affine(weight: Float32, *, bits: int, group: int) -> GroupAffine:
@@ -143,27 +143,37 @@ def fit_symmetric(
 ) -> Grid:
     """A grid around 0: `scale * (code - 2**(bits - 1))`.
 
-    importance: float32 `[K]`, weights of the squared errors; None for equal ones. dtype: of the
-    scales, a key of `DENSE_DTYPES`. search: the scale of the least squared error among several
-    stretches of the range, instead of the range. signed: scales may be negative, which gives the
-    one code more that the negative side has to the side of the largest value.
+    importance: as in `error_weights`. dtype: of the scales, a key of `DENSE_DTYPES`. search: the
+    scale of the least squared error among several stretches of the range, instead of the range.
+    signed: scales may be negative, which gives the one code more that the negative side has to the
+    side of the largest value.
     """
     half = np.float32(1 << (bits - 1))
     scale = np.empty((len(weight), weight.shape[1] // group), DENSE_DTYPES[dtype])
-    weights = None if importance is None else _grouped(importance, group)
     for rows in row_chunks(weight):
         groups = _grouped(weight[rows], group)
         if search and bits < _WIDE_BITS:
-            found = search_symmetric(groups, weights, half, signed)
+            found = search_symmetric(groups, error_weights(groups, importance), half, signed)
         else:
             found = np.abs(groups).max(axis=-1) / (half - 1)
         scale[rows] = in_dtype(DENSE_DTYPES[dtype], found)
     return Grid(bits=bits, group=group, scale=scale, offset=1 << (bits - 1))
 
 
-def search_symmetric(
-    groups: Float32, weights: Float32 | None, half: np.float32, signed: bool
-) -> Float32:
+def error_weights(groups: Float32, importance: Float32 | None) -> Float32:
+    """Weights of the squared errors of elements `[N, G, g]`, by which a search weighs them.
+
+    Errors of large elements count for more, as outputs hang on them more than on the others: a
+    weight is x^2, and the group's mean of that. With equal weights clipping wins too often (the
+    perplexity of a 135M model in 4 bits and groups of 64 is about 1.5 % higher). importance:
+    float32 `[K]`, how much each column counts beside that; None for equally.
+    """
+    squares = groups * groups
+    weights: Float32 = squares + squares.mean(axis=-1, keepdims=True) + _TINY
+    return weights if importance is None else weights * _grouped(importance, groups.shape[-1])
+
+
+def search_symmetric(groups: Float32, weights: Float32, half: np.float32, signed: bool) -> Float32:
     """The scale of each group `[..., g]` whose least-squares fit leaves the smallest error.
 
     weights: of the squared errors, broadcastable to `groups`. half: codes run from -half to
@@ -175,14 +185,14 @@ def search_symmetric(
         unit = reciprocal(-np.take_along_axis(groups, place, axis=-1)[..., 0]) * half
     else:
         unit = reciprocal(largest) * (half - np.float32(0.5))
-    weighted = groups if weights is None else groups * weights
+    weighted = groups * weights
     best = np.full(largest.shape, -1, np.float32)
     scale: Float32 = np.zeros_like(largest)
     for stretch in _STRETCHES:
         codes = np.rint(groups * (unit * stretch)[..., None])
         np.clip(codes, -half, half - 1, out=codes)
         product = _dot(weighted, codes)
-        square = _dot(codes if weights is None else codes * weights, codes)
+        square = _dot(codes * weights, codes)
         # The least-squares scale p / s leaves an error of sum(w x^2) - p^2 / s.
         fitted = product / np.maximum(square, _TINY)
         gain = product * fitted
@@ -202,11 +212,11 @@ def fit_zero_point(
     levels = np.float32((1 << bits) - 1)
     shape = (len(weight), weight.shape[1] // group)
     scale, bias = np.empty(shape, DENSE_DTYPES[dtype]), np.empty(shape, np.float32)
-    weights = None if importance is None else _grouped(importance, group)
     for rows in row_chunks(weight):
         groups = _grouped(weight[rows], group)
         # Zero itself must be among the values.
         low, high = np.minimum(groups.min(axis=-1), 0), np.maximum(groups.max(axis=-1), 0)
+        weights = error_weights(groups, importance)
         found, zero = _search_zero_point(groups, weights, low, high, levels)
         stored = in_dtype(DENSE_DTYPES[dtype], found)
         scale[rows] = stored
@@ -215,25 +225,25 @@ def fit_zero_point(
 
 
 def _search_zero_point(
-    groups: Float32, weights: Float32 | None, low: Float32, high: Float32, levels: np.float32
+    groups: Float32, weights: Float32, low: Float32, high: Float32, levels: np.float32
 ) -> tuple[Float32, Float32]:
     unit = reciprocal(high - low) * levels
-    weighted = groups if weights is None else groups * weights
+    weighted = groups * weights
     best = np.full(low.shape, -1, np.float32)
     scale, zero = np.zeros_like(low), np.zeros_like(low)
     for stretch in (np.float32(1), *(_STRETCHES if levels < 255 else ())):
         inverse = unit * stretch
-        # Clipping takes as much from both ends.
-        middle = np.clip(np.rint(levels / 2 - (low + high) / 2 * inverse), 0, levels)
-        codes = np.rint(groups * inverse[..., None])
-        np.clip(codes, -middle[..., None], (levels - middle)[..., None], out=codes)
-        product = _dot(weighted, codes)
-        square = _dot(codes if weights is None else codes * weights, codes)
-        fitted = product / np.maximum(square, _TINY)
-        gain = product * fitted
-        better = gain > best
-        for target, value in ((best, gain), (scale, fitted), (zero, middle)):
-            np.copyto(target, value, where=better)
+        # Clipping takes as much from both ends, but for what rounding the zero moves.
+        centred = np.floor(levels / 2 - (low + high) / 2 * inverse)
+        for middle in (np.clip(centred, 0, levels), np.clip(centred + 1, 0, levels)):
+            codes = np.rint(groups * inverse[..., None])
+            np.clip(codes, -middle[..., None], (levels - middle)[..., None], out=codes)
+            product = _dot(weighted, codes)
+            fitted = product / np.maximum(_dot(codes * weights, codes), _TINY)
+            gain = product * fitted
+            better = gain > best
+            for target, value in ((best, gain), (scale, fitted), (zero, middle)):
+                np.copyto(target, value, where=better)
     return scale, zero
 
 
@@ -253,20 +263,18 @@ def zero_points(grid_or_weight: Grid | GroupAffine) -> Codes:
 def fit_affine(
     weight: Float32, importance: Float32 | None, *, bits: int, group: int, dtype: str
 ) -> Grid:
-    """A grid `scale * code + bias`, of the least squared error among several stretches of the
-    range."""
-    shape = (len(weight), weight.shape[1] // group)
-    kind = DENSE_DTYPES[dtype]
-    scale, bias = np.empty(shape, kind), np.empty(shape, kind)
-    weights = None if importance is None else _grouped(importance, group)
-    for rows in row_chunks(weight):
-        found = search_affine(_grouped(weight[rows], group), weights, bits)
-        scale[rows], bias[rows] = (in_dtype(kind, value) for value in found)
-    return Grid(bits=bits, group=group, scale=scale, bias=bias)
+    """A grid `scale * code + bias` that has 0 among its values, but for the rounding of the bias.
+
+    A bias that is free leaves a smaller error of the weights, and yet a perplexity that is 3 %
+    higher on the same model: that small weights stay small is worth more.
+    """
+    grid = fit_zero_point(weight, importance, bits=bits, group=group, dtype=dtype)
+    assert isinstance(grid.bias, np.ndarray)
+    return dataclasses.replace(grid, bias=in_dtype(DENSE_DTYPES[dtype], grid.bias))
 
 
 def search_affine(
-    groups: Float32, weights: Float32 | None, bits: int, *, from_zero: bool = False
+    groups: Float32, weights: Float32, bits: int, *, from_zero: bool = False
 ) -> tuple[Float32, Float32]:
     """Scale and bias of each group `[..., g]` whose least-squares fit leaves the smallest error.
 
@@ -278,8 +286,8 @@ def search_affine(
     groups = groups - shift[..., None]
     low, high = np.minimum(groups.min(axis=-1), 0), groups.max(axis=-1)
     unit = reciprocal(high - low) * levels
-    weighted = groups if weights is None else groups * weights
-    mass = np.float32(groups.shape[-1]) if weights is None else weights.sum(axis=-1)
+    weighted = groups * weights
+    mass = weights.sum(axis=-1)
     total = weighted.sum(axis=-1)
     best = np.full(low.shape, np.inf, np.float32)
     scale, bias = np.zeros_like(low), np.zeros_like(low)
@@ -289,7 +297,7 @@ def search_affine(
         codes = np.rint(groups * inverse[..., None] + start[..., None])
         np.clip(codes, 0, levels, out=codes)
         product = _dot(weighted, codes)
-        in_codes = codes if weights is None else codes * weights
+        in_codes = codes * weights
         first, second = in_codes.sum(axis=-1), _dot(in_codes, codes)
         # Normal equations of x = s q + b, weighted.
         determinant = mass * second - first * first

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from polysilicon.cli import run
 from polysilicon.commands.quantize import Method, Target
 from polysilicon.errors import ConfigError, ModelError, PolysiliconError
 from polysilicon.models.loading import read_config
@@ -394,3 +395,22 @@ def test_experts_that_are_tensors_of_their_own_are_quantised(
             np.testing.assert_array_equal(written.weight(name).dequantize(), values)
     stated = json.loads((tmp_path / "out" / "config.json").read_text())
     assert stated["quantization_config"]["ignore"] == ["lm_head", f"{block}.gate"]
+
+
+def test_the_command_writes_and_says_what_it_cannot(
+    write_model: WriteModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out, text = write_model(LLAMA), tmp_path / "out", tmp_path / "text"
+    text.write_text(TEXT)
+    command = ["quantize", str(folder), str(out), "--to"]
+    assert run([*command, "mlx", "--method", "gptq", "--calibrate", str(text)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    with open_checkpoint(out) as written:
+        assert written.weight("model.embed_tokens.weight").encoding == "affine:4/64"
+    assert run([*command, "mlx"]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert run([*command, "mlx", "--calibrate", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    assert run([*command, "exl2"]) == 2
+    assert run(["quantize", str(folder), str(tmp_path / "k.gguf"), "--to", "q4_k_m"]) == 0
+    assert "blocks of 256" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import pytest
 from polysilicon.quantization.k_quants import fit_affine_blocks, fit_symmetric_blocks
 from polysilicon.quantization.rtn import (
     Fit,
+    error_weights,
     fit_affine,
     fit_symmetric,
     fit_zero_point,
@@ -86,12 +87,19 @@ def test_a_search_does_no_worse_than_the_range(kind: str) -> None:
         "zero point": fit_zero_point(values, None, bits=4, group=32, dtype="f32"),
         "affine": fit_affine(values, None, bits=4, group=32, dtype="f32"),
     }[kind]
-    plain = quantize_affine(values, bits=4, group=32).dequantize()
     if kind == "symmetric":
         ranged = fit_symmetric(values, None, bits=4, group=32, dtype="f32", search=False)
         plain = ranged.weight(ranged.nearest(values)).dequantize()
+    else:
+        groups = values.reshape(64, 8, 32)
+        low, high = groups.min(axis=-1, keepdims=True), groups.max(axis=-1, keepdims=True)
+        scale = (high - low) / 15
+        zero = np.rint(-low / scale)
+        codes = np.clip(np.rint(groups / scale) + zero, 0, 15)
+        plain = (scale * (codes - zero)).reshape(values.shape)
+    weights = error_weights(values.reshape(64, 8, 32), None).reshape(values.shape)
     held = found.weight(found.nearest(values)).dequantize()
-    assert squared(held - values) < squared(plain - values) * (1.02 if kind == "zero point" else 1)
+    assert squared(held - values, weights) < 0.97 * squared(plain - values, weights)
 
 
 @pytest.mark.parametrize("name", ["symmetric", "signed", "zero point", "affine", "Q4_K", "Q6_K"])
