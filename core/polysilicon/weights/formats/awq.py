@@ -1,4 +1,4 @@
-"""AWQ checkpoints, as AutoAWQ writes them: 4-bit codes in int32 words, with zero points.
+"""AWQ checkpoints, as AutoAWQ and AutoRound write them: 4-bit codes in words, with zero points.
 
 `gemm`: `qweight` `[K, N / 8]` and `qzeros` `[G, N / 8]` hold eight outputs a word, `scales` is
 `[G, N]`. `gemv`: `qweight` `[N, K / 8]` holds eight inputs a word, `qzeros` `[N, Z]` eight groups,
@@ -21,6 +21,7 @@ from polysilicon.weights.formats.affine import LEAST_GROUP, fitting_group, zero_
 from polysilicon.weights.formats.checks import SCALE_TYPES, finite, refuse, stored
 from polysilicon.weights.formats.dense import as_stored
 from polysilicon.weights.formats.format import LogicalTensor
+from polysilicon.weights.formats.gptq import AUTO_ROUND, stated_layout
 from polysilicon.weights.formats.settings import Settings, expect_method, stated_settings
 from polysilicon.weights.safetensors import SafetensorsDirectory
 
@@ -55,10 +56,12 @@ class AWQFormat:
 
     def recognizes(self, files: SafetensorsDirectory) -> bool:
         settings = stated_settings(files)
-        return settings is not None and settings.method == self.name
+        if settings is None:
+            return False
+        return settings.method == self.name or _is_auto_round(settings)
 
     def open(self, files: SafetensorsDirectory) -> Mapping[str, LogicalTensor]:
-        settings = expect_method(files, self.name, frozenset({self.name}))
+        settings = expect_method(files, self.name, AUTO_ROUND | {self.name})
         layout = _GEMM if settings is None else _layout(settings)
         names = [n.removesuffix(".qweight") for n in files.tensors if n.endswith(".qweight")]
         if not names:
@@ -87,9 +90,19 @@ class AWQFormat:
         return tensors
 
 
+def _is_auto_round(settings: Settings) -> bool:
+    """Whether AutoRound wrote the config, and this layout."""
+    try:
+        return settings.method in AUTO_ROUND and stated_layout(settings) == "auto_round:auto_awq"
+    except ModelError:
+        return False
+
+
 def _layout(settings: Settings) -> str:
     """`gemm` or `gemv`. Raises ModelError for the others and for anything but 4 bits."""
     fields = settings.fields
+    if settings.method in AUTO_ROUND and not _is_auto_round(settings):
+        raise fields.refuse("packing_format", "auto_round:auto_awq")
     bits = fields.integer("w_bit" if fields.has("w_bit") else "bits", low=1, high=64, default=_BITS)
     if bits != _BITS:
         raise ModelError(

@@ -79,7 +79,6 @@ class CompressedTensorsFormat:
                 f"{files.path} has no quantization_config, without which {self.name} cannot be "
                 "read. Leave --quantization out, so that the format is found from the files."
             )
-        schemes = read_schemes(settings.fields)
         names = dict.fromkeys(
             name.removesuffix(end)
             for end in (_PACKED, _SCALE)
@@ -91,6 +90,7 @@ class CompressedTensorsFormat:
                 f"{files.path} has no tensor NAME{_SCALE}, which {self.name} stores. "
                 "Use the checkpoint as it was compressed, or the unquantised one."
             )
+        schemes = read_schemes(settings.fields, names)
         parts = {f"{name}.{part}" for name in names for part in _PARTS}
         tensors = as_stored(files, (name for name in files.tensors if name not in parts))
         for name in names:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
-from typing import Annotated
-
-import pydantic
-import pydantic_core
+from collections.abc import Collection
 
 from polysilicon.errors import ModelError
 from polysilicon.weights.fields import Fields
 from polysilicon.weights.files import shown
+from polysilicon.weights.formats.targets import Matcher, Targets
 
 _FORMATS = (
     "pack-quantized", "int-quantized", "float-quantized", "naive-quantized",
@@ -27,28 +24,8 @@ REFUSED_LAYOUTS = {
 }
 """By what the config calls them, with why they are not read."""
 
+_MOST_GROUPS = 256
 _WHOLE, _ROW, _GROUPS, _BLOCKS = "tensor", "channel", ("group", "tensor_group"), "block"
-_REGEX = "re:"
-_MOST_EXPRESSIONS = 1000
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Targets:
-    """Modules by their names, by expressions that names begin with, and by their classes."""
-
-    names: frozenset[str]
-    expressions: tuple[pydantic.TypeAdapter[str], ...]
-
-    def name(self, module: str) -> bool:
-        return module in self.names
-
-    def match(self, module: str) -> bool:
-        return any(map(functools.partial(_matches, module), self.expressions))
-
-    def hold_class(self, module: str) -> bool:
-        """Whether a quantised module is of a class named: one that is no embedding is linear."""
-        embedding = "embed" in module.rpartition(".")[2]
-        return ("Embedding" if embedding else "Linear") in self.names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,8 +83,9 @@ class Schemes:
         )
 
 
-def read_schemes(fields: Fields) -> Schemes:
-    """Read a config. Raises ModelError for what is malformed and for what is not supported."""
+def read_schemes(fields: Fields, modules: Collection[str]) -> Schemes:
+    """Read a config, for these modules. Raises ModelError for what is malformed and for what is not
+    supported."""
     _check_format(fields)
     if fields.has("sparsity_config") and not fields.section("sparsity_config").empty:
         sparsity = fields.section("sparsity_config").text("format", default="dense")
@@ -115,8 +93,10 @@ def read_schemes(fields: Fields) -> Schemes:
             raise _unsupported(fields, f"the format {shown(sparsity)}", _why(sparsity))
     if fields.has("transform_config") and not fields.section("transform_config").empty:
         raise _unsupported(fields, "transforms of activations (transform_config)")
-    groups = fields.section("config_groups")
+    groups, matcher = fields.section("config_groups"), Matcher(modules)
     schemes = []
+    if len(groups.names) > _MOST_GROUPS:
+        raise fields.refuse("config_groups", f"at most {_MOST_GROUPS} groups")
     for name in groups.names:
         if not groups.is_section(name):
             raise groups.refuse(name, "a mapping with targets and weights")
@@ -124,13 +104,14 @@ def read_schemes(fields: Fields) -> Schemes:
         _check_format(group)
         # A group without weights says something of activations alone.
         if group.has("weights"):
-            schemes.append(_scheme(group))
+            schemes.append(_scheme(group, matcher))
     if not schemes:
         raise ModelError(
             f"{fields.source} has no config_groups with weights, so that nothing says how they are "
             "quantised. Download the checkpoint again."
         )
-    return Schemes(schemes=tuple(schemes), ignored=_targets(fields, "ignore"), source=fields.source)
+    ignored = matcher.targets(fields, "ignore")
+    return Schemes(schemes=tuple(schemes), ignored=ignored, source=fields.source)
 
 
 def _check_format(fields: Fields) -> None:
@@ -151,7 +132,7 @@ def _unsupported(fields: Fields, what: str, why: str = "") -> ModelError:
     )
 
 
-def _scheme(group: Fields) -> Scheme:
+def _scheme(group: Fields, matcher: Matcher) -> Scheme:
     weights = group.section("weights")
     kind = weights.text("type", default="int").lower()
     bits = weights.integer("num_bits", low=1, high=64, default=8)
@@ -168,7 +149,7 @@ def _scheme(group: Fields) -> Scheme:
     if grouped and size < 1:
         raise weights.refuse("group_size", "an integer from 1 on")
     return Scheme(
-        targets=_targets(group, "targets"),
+        targets=matcher.targets(group, "targets"),
         kind=kind,
         bits=bits,
         symmetric=symmetric,
@@ -205,36 +186,3 @@ def _is_static(group: Fields) -> bool:
         and not inputs.flag("dynamic", default=False)
         and inputs.flag("symmetric", default=True)
     )
-
-
-def _targets(fields: Fields, name: str) -> Targets:
-    texts = fields.strings(name)
-    patterns = [text.removeprefix(_REGEX) for text in texts if text.startswith(_REGEX)]
-    if len(patterns) > _MOST_EXPRESSIONS:
-        raise fields.refuse(name, f"at most {_MOST_EXPRESSIONS} expressions")
-    return Targets(
-        names=frozenset(text for text in texts if not text.startswith(_REGEX)),
-        expressions=tuple(_expression(fields, name, pattern) for pattern in patterns),
-    )
-
-
-def _expression(fields: Fields, name: str, pattern: str) -> pydantic.TypeAdapter[str]:
-    """A stranger's expression, for pydantic's own engine: that takes time in proportion to a name's
-    length, where Python's may take for ever."""
-    try:
-        return pydantic.TypeAdapter(
-            Annotated[str, pydantic.StringConstraints(pattern=f"^(?:{pattern})")]
-        )
-    except pydantic_core.SchemaError:
-        raise ModelError(
-            f"{fields.source} has the expression {shown(pattern)} in {name}, which cannot be read. "
-            "Use one that is valid, without look-around and back-references."
-        ) from None
-
-
-def _matches(module: str, expression: pydantic.TypeAdapter[str]) -> bool:
-    try:
-        expression.validate_python(module)
-    except pydantic.ValidationError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""GPTQ checkpoints, as AutoGPTQ and GPTQModel write them.
+"""GPTQ checkpoints, as AutoGPTQ, GPTQModel and AutoRound write them.
 
 A linear of K inputs and N outputs is stored as int32 words, lowest bit first: `qweight`
 `[K * bits / 32, N]`, each column a stream of the K codes of one output; `qzeros`
@@ -31,8 +31,18 @@ from polysilicon.weights.safetensors import SafetensorsDirectory
 
 _BITS = (2, 3, 4, 8)
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
-_LAYOUTS = {"gptq": "gptq", "": "gptq", "gptq_v2": "gptq_v2"}
-_METHODS = frozenset({"gptq", "gptq_v2"})
+AUTO_ROUND = frozenset({"auto-round", "intel/auto-round"})
+_METHODS = frozenset({"gptq", "gptq_v2"}) | AUTO_ROUND
+
+_LAYOUTS = {
+    "gptq": "gptq",
+    "gptq_v2": "gptq_v2",
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:auto_gptq": "gptq",
+    "auto_round:auto_awq": "awq",
+}
+"""What configs call the layouts, with the format that reads each."""
 
 REFUSED_LAYOUTS = {
     "marlin": "codes are ordered for one kind of GPU",
@@ -69,7 +79,7 @@ class GPTQFormat:
         if settings is None or settings.method not in _METHODS:
             return False
         try:
-            layout = _layout(settings)
+            layout = stated_layout(settings)
         except ModelError:
             layout = ""
         # What nobody reads is refused by `gptq`.
@@ -143,19 +153,23 @@ class GPTQFormat:
         return (zeros + np.uint8(less)) & np.uint8((1 << bits) - 1)
 
 
-def _layout(settings: Settings) -> str:
-    """What the config calls the layout, in lower case; empty where it does not."""
+def stated_layout(settings: Settings) -> str:
+    """What the config calls the layout, in lower case: `gptq` where it does not."""
     fields = settings.fields
-    for name in ("checkpoint_format", "format"):
+    auto_round = settings.method in AUTO_ROUND
+    for name in ("packing_format",) if auto_round else ("checkpoint_format", "format"):
         if fields.has(name):
             return fields.text(name).lower()
-    return "marlin" if fields.flag("is_marlin_format", default=False) else ""
+    if auto_round:
+        return "auto_round:auto_gptq"
+    return "marlin" if fields.flag("is_marlin_format", default=False) else "gptq"
 
 
 def _check_layout(settings: Settings) -> None:
-    layout = _layout(settings)
-    if layout not in _LAYOUTS:
-        why = REFUSED_LAYOUTS.get(layout, "it is not known")
+    layout = stated_layout(settings)
+    reader = _LAYOUTS.get(layout, "")
+    if not reader.startswith("gptq"):
+        why = f"it is {reader}" if reader else REFUSED_LAYOUTS.get(layout, "it is not known")
         raise ModelError(
             f"{settings.fields.source} says that weights are laid out as {shown(layout)}, which is "
             f"not read: {why}. Use the checkpoint in the gptq or gptq_v2 layout."
@@ -163,30 +177,27 @@ def _check_layout(settings: Settings) -> None:
 
 
 def _module(files: SafetensorsDirectory, name: str, settings: Settings | None) -> _Module:
-    """One linear, held against the config: its bits and its group size follow from the shapes."""
+    """One linear, held against the config: bits, inputs and group size follow from the shapes."""
     words, rows = stored(files, f"{name}.qweight", types=("I32",), shape=(None, None)).shape
-    has_order = f"{name}.g_idx" in files.tensors
-    if has_order:
-        (columns,) = stored(files, f"{name}.g_idx", types=("I32", "I64"), shape=(None,)).shape
-        bits, rest = divmod(words * 32, columns)
-    else:
-        bits, rest = _stated_bits(files, name, settings), 0
-        columns, rest = divmod(words * 32, bits)
+    groups, _ = stored(files, f"{name}.scales", types=SCALE_TYPES, shape=(None, rows)).shape
+    zeros = stored(files, f"{name}.qzeros", types=("I32",), shape=(groups, None))
+    bits, rest = divmod(32 * zeros.shape[1], rows)
     if rest or bits not in _BITS:
         raise refuse(
             files,
-            f"{name}.qweight",
-            f"has {words} words a column, which are not codes of 2, 3, 4 or 8 bits of {columns} "
-            "inputs",
+            zeros.name,
+            f"has {zeros.shape[1]} words a group, which are not {rows} codes of 2, 3, 4 or 8 bits",
         )
-    if rows * bits % 32:
+    columns, rest = divmod(32 * words, bits)
+    if rest or columns % groups:
         raise refuse(
-            files, f"{name}.qweight", f"has {rows} outputs, not whole words of zero points"
+            files,
+            f"{name}.qweight",
+            f"has {words} words a column, which are not codes of {bits} bits in {groups} groups",
         )
-    groups, _ = stored(files, f"{name}.scales", types=SCALE_TYPES, shape=(None, rows)).shape
-    stored(files, f"{name}.qzeros", types=("I32",), shape=(groups, rows * bits // 32))
-    if columns % groups:
-        raise refuse(files, f"{name}.scales", f"has {groups} groups for {columns} inputs")
+    has_order = f"{name}.g_idx" in files.tensors
+    if has_order:
+        stored(files, f"{name}.g_idx", types=("I32", "I64"), shape=(columns,))
     group = columns // groups
     if fitting_group(columns, group) is None:
         raise refuse(
@@ -199,22 +210,12 @@ def _module(files: SafetensorsDirectory, name: str, settings: Settings | None) -
     )
 
 
-def _stated_bits(files: SafetensorsDirectory, name: str, settings: Settings | None) -> int:
-    if settings is None:
-        raise ModelError(
-            f"{files.path} says nowhere how many bits {shown(name)} has: neither in config.json "
-            f"nor by a tensor {shown(f'{name}.g_idx')}. Use a checkpoint with its "
-            "quantization_config."
-        )
-    return settings.fields.integer("bits", low=2, high=8)
-
-
 def _check_stated(
     files: SafetensorsDirectory, name: str, settings: Settings, bits: int, columns: int, group: int
 ) -> None:
     """Hold a module against the config, unless that says otherwise of single modules."""
     fields = settings.fields
-    if fields.has("dynamic") and not fields.section("dynamic").empty:
+    if any(not fields.section(name).empty for name in ("dynamic", "extra_config")):
         return
     stated = fields.integer("bits", low=1, high=64, default=bits)
     size = fields.integer("group_size", low=-1, default=group)

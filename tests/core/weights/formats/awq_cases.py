@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -68,3 +69,18 @@ def case(group: int, layout: str, *, symmetric: bool = False) -> Case:
 
 
 CASES = [case(32, "gemm"), case(-1, "gemm", symmetric=True), case(32, "gemv"), case(-1, "gemv")]
+CASES.append(
+    dataclasses.replace(
+        CASES[0],
+        name="auto_round-awq",
+        config={
+            "quantization_config": {
+                "bits": 4,
+                "group_size": 32,
+                "sym": False,
+                "quant_method": "auto-round",
+                "packing_format": "auto_round:auto_awq",
+            }
+        },
+    )
+)

@@ -1,7 +1,8 @@
-"""The tiny Llama as AutoGPTQ and GPTQModel store it."""
+"""The tiny Llama as AutoGPTQ, GPTQModel and AutoRound store it."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import ml_dtypes
@@ -124,4 +125,20 @@ CASES = [
     case(3, 32, symmetric=False, order=False, format="gptq_v2"),
     case(8, 32, symmetric=False, order=True, format="gptq"),
     case(8, -1, symmetric=True, order=False, format="gptq_v2"),
+]
+
+
+def auto_round(packing: str, like: Case) -> Case:
+    """A case as AutoRound says it."""
+    said = like.config["quantization_config"]
+    kept = {name: said[name] for name in ("bits", "group_size", "sym")}
+    further = {"quant_method": "auto-round", "packing_format": packing, "autoround_version": "0.9"}
+    return dataclasses.replace(
+        like, name=f"{packing}-{like.name}", config={"quantization_config": {**kept, **further}}
+    )
+
+
+CASES += [
+    auto_round("auto_round:auto_gptq", CASES[0]),
+    auto_round("auto_round", CASES[3]),
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from polysilicon.weights.checkpoint import open_checkpoint
+from polysilicon.weights.checkpoint import SafetensorsCheckpoint, open_checkpoint
 from polysilicon.weights.encodings import Dense, GroupAffine
 
 from .awq_cases import CASES
@@ -17,7 +17,7 @@ from .checkpoints import Case, Written
 from .conftest import Refused
 
 Make = Callable[[Case], Written]
-GEMM, ROWS, GEMV, _ = CASES
+GEMM, ROWS, GEMV, _, AUTO_ROUND = CASES
 NAME = "model.layers.0.self_attn.q_proj"
 WEIGHT = f"{NAME}.weight"
 
@@ -71,6 +71,23 @@ def test_a_config_that_lies(
     refused(written.folder, match)
 
 
+def test_auto_round_says_which_layout_it_is(made: Make, refused: Refused) -> None:
+    written = made(AUTO_ROUND)
+    with open_checkpoint(written.folder) as checkpoint:
+        assert isinstance(checkpoint, SafetensorsCheckpoint)
+        assert checkpoint.quantization == "awq"
+    refused(written.folder, "laid out as 'auto_round:auto_awq', .* it is awq", quantization="gptq")
+    for packing, match in {
+        "auto_round:auto_gptq": "packing_format = 'auto_round:auto_gptq', expected auto_round:",
+        "auto_round:fake": "packing_format = 'auto_round:fake'",
+    }.items():
+        written.rewrite({}, settings(AUTO_ROUND, packing_format=packing))
+        refused(written.folder, match, quantization="awq")
+    refused(written.folder, "laid out as 'auto_round:fake', .* it is not known")
+    written.rewrite({}, settings(AUTO_ROUND, packing_format=7))
+    refused(written.folder, "packing_format = 7, expected a string")
+
+
 def test_gemv_needs_the_group_size(made: Make, refused: Refused) -> None:
     written = made(GEMV)
     written.rewrite({}, settings(GEMV, group_size=None))
@@ -105,6 +122,6 @@ def test_another_format_is_no_awq(made: Make, refused: Refused) -> None:
     written = made(GEMM)
     refused(written.folder, "has 'awq', which is not gptq", quantization="gptq")
     (written.folder / "config.json").write_text(json.dumps(written.twin.config))
-    refused(written.folder, "nowhere how many bits", quantization="gptq")
+    refused(written.folder, r"scales' has shape", quantization="gptq")
     written.twin.write(written.folder)
     refused(written.folder, "has no tensor NAME.qweight", quantization="awq")

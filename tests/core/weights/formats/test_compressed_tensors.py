@@ -35,9 +35,9 @@ def read(written: Written, name: str = WEIGHT) -> Weight:
         return checkpoint.weight(name)
 
 
-def schemes(*groups: dict[str, Any], **further: Any) -> Schemes:
+def schemes(*groups: dict[str, Any], modules: tuple[str, ...] = (), **further: Any) -> Schemes:
     settings = config("mixed-precision", *groups)["quantization_config"] | further
-    return read_schemes(Fields(settings, "config.json"))
+    return read_schemes(Fields(settings, "config.json"), modules)
 
 
 def test_codes_of_whole_words_are_views(made: Make) -> None:
@@ -91,29 +91,42 @@ def test_scales_of_kv_are_passed_over(made: Make) -> None:
 
 
 def test_a_name_goes_before_an_expression_and_that_before_a_class() -> None:
+    modules = (
+        "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj",
+        "model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate_proj", "model.embed_tokens",
+    )  # fmt: skip
     found = schemes(
         group(INT4),
         group(FP8, targets=("re:.*self_attn", "model.layers.1.mlp.up_proj")),
         group(arguments(8, "int", "channel"), targets=("model.layers.0.self_attn.k_proj",)),
         group(arguments(6, "int", "channel"), targets=("Embedding",)),
+        modules=modules,
     )
-    kinds = {
-        name: (found.of(f"model.{name}").kind, found.of(f"model.{name}").bits)
-        for name in (
-            "layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj", "layers.1.mlp.up_proj",
-            "layers.1.mlp.gate_proj", "embed_tokens",
-        )
-    }  # fmt: skip
-    assert list(kinds.values()) == [
+    assert [(found.of(module).kind, found.of(module).bits) for module in modules] == [
         ("float", 8), ("int", 8), ("float", 8), ("int", 4), ("int", 6),
     ]  # fmt: skip
 
 
-def test_an_expression_matches_at_the_beginning() -> None:
-    found = schemes(group(INT4, targets=("re:layers",)), group(FP8, targets=("re:model",)))
-    assert found.of("model.layers.0").bits == 8
-    with pytest.raises(ModelError, match=r"no config_groups for module 'x\.layers'"):
-        found.of("x.layers")
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "model",
+        r"model\.layers\.\d{1,2}\.mlp",
+        "^model.*proj$",
+        "(a|model).layers.[0-9]{1}",
+        "(?i)MODEL",
+    ],
+)
+def test_an_expression_matches_at_the_beginning(expression: str) -> None:
+    modules = ("model.layers.0.mlp.up_proj", "x.model.layers.0.mlp.up_proj")
+    found = schemes(
+        group(INT4, targets=("re:layers",)),
+        group(FP8, targets=(f"re:{expression}",)),
+        modules=modules,
+    )
+    assert found.of(modules[0]).bits == 8
+    with pytest.raises(ModelError, match=r"no config_groups for module 'x\.model"):
+        found.of(modules[1])
 
 
 def test_strategies_follow_from_group_sizes() -> None:
@@ -137,6 +150,7 @@ def test_strategies_follow_from_group_sizes() -> None:
         ([group(INT4)], {"ignore": "lm_head"}, "ignore"),
         ([group(INT4)], {"config_groups": {"W4A16": ["Linear"]}}, "W4A16"),
         ([group(INT4)], {"config_groups": [1]}, "config_groups"),
+        ([group(INT4)] * 257, {}, "at most 256 groups"),
         ([group(INT4 | {"num_bits": 9})], {}, "type 'int' of 9 bits"),
         ([group(INT4 | {"num_bits": 1})], {}, "type 'int' of 1 bits"),
         ([group(INT4 | {"num_bits": "4"})], {}, "num_bits"),
@@ -148,8 +162,8 @@ def test_strategies_follow_from_group_sizes() -> None:
         ([group(FP8 | {"strategy": "block", "block_structure": "128"})], {}, "block_structure"),
         ([group(INT4, targets=("re:(?=a)",))], {}, r"expression '\(\?=a\)' in targets"),
         ([group(INT4)], {"ignore": ["re:("]}, r"expression '\(' in ignore"),
-        ([group(INT4)], {"ignore": ["re:a{9999}{9999}"]}, "cannot be read"),
-        ([group(INT4)], {"ignore": ["re:a"] * 1001}, "at most 1000 expressions"),
+        ([group(INT4)], {"ignore": ["re:a{9}{9}{9}"]}, "counted repetition"),
+        ([group(INT4)], {"ignore": ["re:" + "a" * 513]}, "at most 512 characters"),
     ],
 )
 def test_configs_that_cannot_be(
@@ -161,17 +175,27 @@ def test_configs_that_cannot_be(
 
 
 def test_expressions_that_backtrack_for_ever_elsewhere() -> None:
-    found = schemes(group(INT4), ignore=["re:(a|a)*(.*.*.*.*)*b$", "re:(a*)*c"])
+    modules = ("a" * 500, "b" * 600)
     begin = time.monotonic()
-    assert found.of("a" * 500).bits == 4
+    found = schemes(
+        group(INT4), modules=modules, ignore=[r"re:(a|a)*(.*.*.*.*)*\d$", r"re:(\w*)*!"]
+    )
     # A watchdog: an engine that backtracks would be here until the end of time.
     assert time.monotonic() - begin < 30
+    assert found.of(modules[0]).bits == 4
+
+
+def test_more_expressions_than_can_be_matched() -> None:
+    modules = tuple(f"m{index}" for index in range(1000))
+    with pytest.raises(ModelError, match="ignore = a list of 9000, expected fewer expressions"):
+        schemes(group(INT4), modules=modules, ignore=["re:x"] * 9000)
 
 
 def test_groups_that_overlap_and_modules_that_are_ignored() -> None:
     found = schemes(
         group(INT4, targets=("re:.*q_proj",)),
         group(FP8, targets=("re:.*self_attn.*",)),
+        modules=(NAME, "lm_head", "model.layers.0.mlp.down_proj"),
         ignore=["lm_head", "re:.*down"],
     )
     with pytest.raises(ModelError, match=r"2 config_groups for module .*q_proj"):

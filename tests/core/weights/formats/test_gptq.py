@@ -69,15 +69,13 @@ def test_the_config_may_stand_beside_or_be_left_out(made: Make, refused: Refused
         )
 
 
-def test_without_group_index_the_bits_come_from_the_config(made: Make, refused: Refused) -> None:
+def test_the_group_index_may_be_left_out(made: Make) -> None:
     written = made(PLAIN)
     written.rewrite({name: None for name in written.stored if name.endswith(".g_idx")})
     with open_checkpoint(written.folder) as checkpoint:
         np.testing.assert_array_equal(
             checkpoint.weight(WEIGHT).dequantize(), written.twin.tensors[WEIGHT]
         )
-    (written.folder / "config.json").write_text(json.dumps(written.twin.config))
-    refused(written.folder, "says nowhere how many bits", quantization="gptq")
 
 
 def test_zero_points_borrow_across_a_word(made: Make) -> None:
@@ -200,26 +198,29 @@ QWEIGHT, QZEROS, SCALES = (8, 128), (2, 16), (2, 128)
         (damaged("qweight", np.zeros(QWEIGHT, np.int16)), "qweight' is I16, expected I32"),
         (damaged("qweight", np.zeros((8, 128, 1), np.int32)), r"\[8, 128, 1\], expected"),
         (damaged("qweight", np.zeros((0, 128), np.int32)), r"has shape \[0, 128\]"),
-        (damaged("qweight", np.zeros((7, 128), np.int32)), "7 words a column, which are not codes"),
-        (damaged("qweight", np.zeros((10, 128), np.int32)), "not codes of 2, 3, 4 or 8 bits"),
-        (damaged("qweight", np.zeros((4, 128), np.int32)), r"qzeros' .* expected \[2, 8\]"),
-        (damaged("qweight", np.zeros((8, 127), np.int32)), "127 outputs, not whole words"),
+        (damaged("qweight", np.zeros((7, 128), np.int32)), r"g_idx' .* expected \[56\]"),
+        (damaged("qweight", np.zeros((10, 128), np.int32)), r"g_idx' .* expected \[80\]"),
+        (damaged("qweight", np.zeros((4, 128), np.int32)), r"g_idx' .* expected \[32\]"),
+        (damaged("qweight", np.zeros((8, 127), np.int32)), r"scales' .* expected \[any, 127\]"),
         (damaged("qweight", np.zeros((8, 120), np.int32)), r"scales' has shape \[2, 128\]"),
-        (damaged("qzeros", np.zeros((2, 15), np.int32)), r"qzeros' has shape \[2, 15\]"),
+        (damaged("qzeros", np.zeros((2, 15), np.int32)), "15 words a group, which are not 128"),
+        (damaged("qzeros", np.zeros((2, 20), np.int32)), "20 words a group, which are not 128"),
+        (damaged("qzeros", np.zeros((2, 8), np.int32)), r"g_idx' .* expected \[128\]"),
+        (damaged("qzeros", np.zeros((2, 0), np.int32)), r"qzeros' has shape \[2, 0\]"),
         (damaged("qzeros", np.zeros((1, 16), np.int32)), r"qzeros' has shape \[1, 16\]"),
         (damaged("qzeros", np.zeros(QZEROS, np.float32)), "qzeros' is F32"),
         (damaged("scales", np.zeros(SCALES, np.int32)), "scales' is I32, expected F16"),
         (damaged("scales", np.full(SCALES, np.nan, np.float16)), "scales' holds numbers that are"),
         (damaged("scales", np.full(SCALES, np.inf, np.float32)), "scales' holds numbers that are"),
         (damaged("scales", np.zeros((3, 128), np.float16)), r"qzeros' has shape \[2, 16\]"),
-        (grouped(3), "has 3 groups for 64 inputs"),
+        (grouped(3), "not codes of 4 bits in 3 groups"),
         (grouped(8), "has groups of 8; at least 16"),
         (damaged("g_idx", np.arange(64, dtype=np.int32) // 16), r"groups outside 0\.\.1"),
         (damaged("g_idx", np.arange(64, dtype=np.int32) // 32 - 1), r"groups outside 0\.\.1"),
         (damaged("g_idx", np.zeros(64, np.int32)), "does not give each group 32 inputs"),
         (damaged("g_idx", np.zeros(64, np.float32)), "g_idx' is F32"),
         (damaged("g_idx", np.zeros((8, 8), np.int32)), "g_idx' has shape"),
-        (damaged("g_idx", np.zeros(63, np.int32)), "8 words a column"),
+        (damaged("g_idx", np.zeros(63, np.int32)), r"g_idx' .* expected \[64\]"),
         (damaged("g_idx", np.zeros(0, np.int32)), r"g_idx' has shape \[0\]"),
         (damaged("weight", np.zeros((128, 64), np.float32)), "both plain and quantised"),
     ],

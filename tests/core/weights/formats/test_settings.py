@@ -28,7 +28,7 @@ MLX = {"group_size": 64, "bits": 4}
         ({}, {}, None, None),
         ({"quantization_config": None}, {}, None, None),
         ({"quantization_config": {"quant_method": "GPTQ", "bits": 3}}, {}, "gptq", 3),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, {}, "compressed-tensors", None),
+        ({"compression_config": {"quant_method": "compressed"}}, {}, "compressed", None),
         ({"quantization": MLX, "quantization_config": MLX}, {}, "mlx", 4),
         ({"text_config": {"quantization": MLX}}, {}, "mlx", 4),
         ({"text_config": [1], "quantization_config": {"bits": 2}}, {}, "", 2),
