@@ -462,9 +462,9 @@ class Device(ABC):
     def ceilings(self, nbytes: int) -> Mapping[str, float]:
         """What the hardware does at most, measured in about a second, for the planner: `bandwidth`,
         bytes a second that are read out of a working set of `nbytes`, caches included; and by dtype
-        of products (`f32`, `f16`, `bf16`, `int8`, `fp8`), as far as the hardware has them, operations
-        a second, a multiplication and an addition being two. Empty, the default, where a device
-        measures nothing. Raises DeviceError."""
+        of products (`f32`, `f16`, `bf16`, `int8`, `fp8`, `fp4`), as far as the hardware has them,
+        operations a second, a multiplication and an addition being two. Empty, the default, where a
+        device measures nothing. Raises DeviceError."""
         return {}
 
     @abstractmethod

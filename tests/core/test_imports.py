@@ -167,6 +167,7 @@ ABOVE = {
     "policies": {"kv", "scheduler", "engine", "server", "cli", "commands", "models", "reference"},
     "budget": {"kv", "scheduler", "engine", "server", "cli", "commands", "models", "reference"},
     "models": {"kv", "scheduler", "engine", "server", "cli", "commands", "reference"},
+    "quantization": {"kv", "scheduler", "engine", "server", "cli", "commands"},
     "weights": {"kv", "scheduler", "engine", "server", "cli", "commands", "models", "reference"},
     "sampling": {"kv", "scheduler", "engine", "server", "cli", "commands", "models", "reference"},
     "reference": {"kv", "scheduler", "engine", "server", "cli", "commands", "models"},
