@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from polysilicon.backend import Batch, KVSpec, Rope, kv_planes
+from polysilicon.backend import KV_LARGEST_CODE, Batch, KVSpec, Rope, kv_planes
 from polysilicon.testing import oracles
 from polysilicon_cpu import levels
 from polysilicon_cpu.device import CPUDevice
@@ -30,8 +30,8 @@ Float64 = npt.NDArray[np.float64]
 
 LAYER = 3
 DTYPE_STEP = {"f32": 0.0, "f16": 2.0**-10, "bf16": 2.0**-7, "int8": 2.0**-5, "fp8_e4m3": 2.0**-3}
-"""By KV dtype, how far apart neighbours are: rotated, normed and turned vectors may be stored as
-either."""
+"""By KV dtype, how far apart neighbours are: vectors that are rotated, normed, turned or scaled may
+be stored as either."""
 
 
 class WrongResult(Exception):
@@ -181,7 +181,7 @@ class Case:
         bound = 3e-5
         if shape.dtype in ("bf16", "int8", "fp8_e4m3") and not shape.exact:
             bound += 0.06  # queries and weights are rounded to bf16 where many rows meet
-        if self.rope is not None or self.norm is not None or shape.dtype == "int8":
+        if self.rope is not None or self.norm is not None or shape.dtype in KV_LARGEST_CODE:
             bound += 2 * DTYPE_STEP[shape.dtype]
         return bound
 

@@ -74,24 +74,29 @@ PS_INLINE __m512i codes_of(const __m512i* planes) {
   }
 }
 
-// Vectors of whole numbers in bfloat16, pairs of inputs in a lane, from codes of four inputs: even
-// is inputs 0 and 1, odd 2 and 3. Up to 7 bits are raised by 128, where bfloat16 is spaced by 1.
+// Vectors of 16-bit numbers, pairs of inputs in a lane, from codes of four inputs: even is inputs 0
+// and 1, odd 2 and 3.
 struct Pairs {
   __m512i even, odd;
 };
 
+PS_INLINE Pairs words_of(__m512i codes) {
+  const __m512i first = _mm512_set1_epi32(static_cast<int>(0xff01ff00u));
+  const __m512i step = _mm512_set1_epi32(static_cast<int>(0x00020002u));
+  // Within 128 bits, from byte 4 n of each lane's four.
+  const __m512i lanes = _mm512_set4_epi32(0x000c000c, 0x00080008, 0x00040004, 0);
+  const __m512i even = _mm512_add_epi8(first, lanes);
+  return {_mm512_shuffle_epi8(codes, even),
+          _mm512_shuffle_epi8(codes, _mm512_add_epi8(even, step))};
+}
+
+// Codes as whole numbers in bfloat16. Up to 7 bits are raised by 128, where bfloat16 is spaced by 1.
 template <int bits>
 PS_INLINE Pairs bfloat16_of(__m512i codes) {
   if constexpr (bits < 8) {
-    const __m512i first = _mm512_set1_epi32(static_cast<int>(0xff01ff00u));
-    const __m512i step = _mm512_set1_epi32(static_cast<int>(0x00020002u));
-    // Within 128 bits, from byte 4 n of each lane's four.
-    const __m512i lanes = _mm512_set4_epi32(0x000c000c, 0x00080008, 0x00040004, 0);
-    const __m512i even = _mm512_add_epi8(first, lanes);
-    const __m512i odd = _mm512_add_epi8(even, step);
+    const Pairs words = words_of(codes);
     const __m512i raise = _mm512_set1_epi16(0x4300);
-    return {_mm512_or_si512(_mm512_shuffle_epi8(codes, even), raise),
-            _mm512_or_si512(_mm512_shuffle_epi8(codes, odd), raise)};
+    return {_mm512_or_si512(words.even, raise), _mm512_or_si512(words.odd, raise)};
   } else {
     const __m512i byte = _mm512_set1_epi32(255);
     const auto number = [byte](__m512i word) PS_LAMBDA {
@@ -183,6 +188,17 @@ PS_INLINE __m512i bfloat16_pairs(__m512 low, __m512 high) {
 void unpack_table(const Segment& segment, const std::uint8_t* tile, __m512i* vectors) {
   alignas(64) std::uint8_t codes[8 * 64];
   code_bytes(tile, segment.bits, codes);
+  if (segment.bits <= 4) {
+    const __mmask16 mask = static_cast<__mmask16>((1u << (1 << segment.bits)) - 1);
+    const __m512 floats = _mm512_maskz_loadu_ps(mask, segment.table);
+    const __m512i table = _mm512_castsi256_si512((__m256i)_mm512_cvtneps_pbh(floats));
+    for (int r = 0; r < 8; ++r) {
+      const Pairs words = words_of(load(codes + r * 64));
+      vectors[2 * r] = _mm512_permutexvar_epi16(words.even, table);
+      vectors[2 * r + 1] = _mm512_permutexvar_epi16(words.odd, table);
+    }
+    return;
+  }
   for (int r = 0; r < 8; ++r) {
     const __m512i bytes = load(codes + r * 64);
     __m512 values[4];
