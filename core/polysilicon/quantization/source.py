@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -171,8 +170,3 @@ def _units(
             name=name, shape=shape, parts=tuple(held), table=module in TABLES, linear=linear
         )
     return units
-
-
-def nbytes(units: Mapping[str, Unit]) -> int:
-    """Bytes of all units in 16 bits: what progress is counted in."""
-    return sum(2 * math.prod(unit.shape) for unit in units.values())
