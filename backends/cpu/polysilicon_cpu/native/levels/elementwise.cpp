@@ -4,6 +4,7 @@
 
 #include "levels/loops.h"
 #include "levels/math.h"
+#include "levels/vectors.h"
 
 namespace polysilicon::PS_LEVEL {
 namespace {
@@ -74,12 +75,23 @@ float smaller(float a, float b) { return a < b ? a : b; }
 
 float larger(float a, float b) { return a > b ? a : b; }
 
+// out = act(gate) * up
+template <class Act>
+void gate_by(const float* gate, const float* up, int count, float* out, const Act& act) {
+  int i = 0;
+  for (; i + kWidth <= count; i += kWidth) store(out + i, act(load(gate + i)) * load(up + i));
+  if (i == count) return;
+  float rest[2][kWidth] = {};
+  std::memcpy(rest[0], gate + i, sizeof(float) * (count - i));
+  std::memcpy(rest[1], up + i, sizeof(float) * (count - i));
+  store(rest[0], act(load(rest[0])) * load(rest[1]));
+  std::memcpy(out + i, rest[0], sizeof(float) * (count - i));
+}
+
 void gated_act(Activation kind, const float* gate, const float* up, int count, float* out) {
   switch (kind) {
     case Activation::kSilu:
-PS_IVDEP
-      for (int i = 0; i < count; ++i) out[i] = gate[i] * sigmoid_of(gate[i]) * up[i];
-      return;
+      return gate_by(gate, up, count, out, [](Floats g) { return g * sigmoid_of(g); });
     case Activation::kGelu:
 PS_IVDEP
       for (int i = 0; i < count; ++i) {
@@ -87,14 +99,11 @@ PS_IVDEP
       }
       return;
     case Activation::kGeluTanh:
-PS_IVDEP
-      for (int i = 0; i < count; ++i) {
-        const float g = gate[i];
+      return gate_by(gate, up, count, out, [](Floats g) {
         // (1 + tanh(u)) / 2 is the sigmoid of 2 u.
-        const float inner = 0.79788456080286536f * (g + 0.044715f * g * g * g);
-        out[i] = g * sigmoid_of(2.0f * inner) * up[i];
-      }
-      return;
+        const Floats twice = g * splat(1.59576912160573072f);
+        return g * sigmoid_of(fma(twice * splat(0.044715f), g * g, twice));
+      });
     case Activation::kRelu:
 PS_IVDEP
       for (int i = 0; i < count; ++i) out[i] = larger(gate[i], 0.0f) * up[i];

@@ -133,6 +133,18 @@ template <class Vector>
 }
 #endif
 
+// 1 / (1 + e^-x), within 1e-7 (1 + |x|) of itself.
+[[maybe_unused]] inline Floats sigmoid_of(Floats x) {
+  const Floats power = x * splat(-1.44269504088896341f);
+  const Floats sum = splat(1.0f) + exp2_of(power < splat(126.0f) ? power : splat(126.0f));
+#if defined(__AVX512F__)
+  const Floats inverse = (Floats)_mm512_rcp14_ps((__m512)sum);
+  return fma(inverse, fma(-sum, inverse, splat(1.0f)), inverse);
+#else
+  return splat(1.0f) / sum;
+#endif
+}
+
 // bf16 halves of 32-bit words as floats.
 [[maybe_unused]] inline Floats low_bf16(Words pairs) { return (Floats)(pairs << 16); }
 
