@@ -18,6 +18,7 @@ from polysilicon.lane_reports import REPORTS, kept_reports, results
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- ci/readme_table.py -->\n", "<!-- end -->\n"
+CHOOSES_NO_TESTS = re.compile(r"-q|-v+|-p|no:\w+|--durations=\d+")
 HEAD = ("lane", "device", "shows", "tests", "formats", "SmolLM2, tokens/s", "date")
 
 
@@ -27,11 +28,13 @@ def keep(name: str) -> None:
     if not path.exists():
         sys.exit(f"{name} has no report: make one with ci/run {name}")
     report = json.loads(path.read_text())
-    if report["arguments"]:
-        given = " ".join(report["arguments"])
+    choosing = [given for given in report["arguments"] if not CHOOSES_NO_TESTS.fullmatch(given)]
+    if choosing:
+        given = " ".join(choosing)
         sys.exit(f"{name} was run with {given}: make a report of the whole lane, ci/run {name}")
     REPORTS.mkdir(exist_ok=True)
-    (REPORTS / path.name.removeprefix("report-")).write_text(path.read_text())
+    kept = json.dumps(report | {"arguments": choosing}, indent=1)
+    (REPORTS / path.name.removeprefix("report-")).write_text(kept + "\n")
 
 
 def table(reports: dict[str, dict[str, Any]], lanes: list[str]) -> str:

@@ -47,7 +47,7 @@ class HostBackend:
         for module in needed:
             if importlib.util.find_spec(module) is None:
                 return Unavailable(reason=f"{module} is not installed: pip install {module}")
-        return (DeviceInfo(name="host", memory=total_memory()),)
+        return (DeviceInfo(name="host", memory=total_memory(), stand_in=True),)
 
     def open(self, index: int, options: Mapping[str, str]) -> Device:
         if index != 0:
