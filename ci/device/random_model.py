@@ -11,9 +11,9 @@ import numpy.typing as npt
 from polysilicon.backend import Dense, Device, GroupAffine, GroupFloat, Handle, Weight
 from polysilicon.models.config import ModelConfig
 from polysilicon.models.decoder import build_decoder, decoder_shapes
-from polysilicon.models.fields import Fields
 from polysilicon.models.llama import LLAMA
 from polysilicon.models.model import Model
+from polysilicon.weights.fields import Fields
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-from importlib import resources
-
-import jinja2
-
+from polysilicon import html_page
 from polysilicon.evals import plots
 from polysilicon.evals.answers import Outcome
 from polysilicon.evals.evaluation import Evaluation
@@ -18,10 +14,6 @@ _MOST_WRONG = 100
 
 def render(evaluation: Evaluation) -> str:
     """The report: figures, plots, and what went wrong the most."""
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    source = resources.files("polysilicon.evals").joinpath("report.html").read_text("utf-8")
     compared = evaluation.reference is not None
     if evaluation.scores is None:
         svg = plots.of_tasks(evaluation.figures, compared=compared)
@@ -32,7 +24,8 @@ def render(evaluation: Evaluation) -> str:
         for task, outcome in zip(evaluation.tasks, evaluation.outcomes, strict=True)
         if not outcome.correct
     ]
-    return environment.from_string(source).render(
+    return html_page.render(
+        "polysilicon.evals",
         subject=str(evaluation.subject),
         reference=None if evaluation.reference is None else str(evaluation.reference),
         source=evaluation.source,
@@ -40,8 +33,7 @@ def render(evaluation: Evaluation) -> str:
         columns=columns(evaluation),
         rows=rows(evaluation),
         failures=evaluation.failures,
-        # An image of its own: the names inside one SVG must not meet those of another.
-        plots="data:image/svg+xml;base64," + base64.b64encode(svg).decode(),
+        plots=html_page.address(svg),
         notable=evaluation.notable,
         wrong=wrong[:_MOST_WRONG],
         more_wrong=max(0, len(wrong) - _MOST_WRONG),

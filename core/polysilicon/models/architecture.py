@@ -8,11 +8,11 @@ from typing import Protocol
 
 from polysilicon.backend import Handle
 from polysilicon.models.config import ModelConfig
-from polysilicon.models.fields import Fields
 from polysilicon.models.model import Model
 from polysilicon.models.names import TensorNames
 from polysilicon.weights.checkpoint import Checkpoint
 from polysilicon.weights.encodings import Float32
+from polysilicon.weights.fields import Fields
 
 
 class Weights(Protocol):

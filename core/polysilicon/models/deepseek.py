@@ -10,12 +10,12 @@ from polysilicon.models import gguf_config, hf_config
 from polysilicon.models.architecture import Architecture
 from polysilicon.models.config import Experts, Latent, ModelConfig
 from polysilicon.models.decoder import build_decoder, decoder_shapes
-from polysilicon.models.fields import Fields
 from polysilicon.models.latent_attention import LatentAttention, latent_attention_shapes
 from polysilicon.models.llama import GGUF_NAMES, HF_NAMES
 from polysilicon.models.names import Fused, TensorNames, mlx_experts
 from polysilicon.models.rope import yarn_magnitude
 from polysilicon.weights.checkpoint import Checkpoint
+from polysilicon.weights.fields import Fields
 
 # transformers' DeepseekV2Config and DeepseekV3Config, where a file leaves something out.
 _DEFAULTS = {

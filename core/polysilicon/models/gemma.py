@@ -13,12 +13,12 @@ from polysilicon.models import gguf_config, hf_config
 from polysilicon.models.architecture import Architecture
 from polysilicon.models.config import ModelConfig
 from polysilicon.models.decoder import build_decoder, decoder_shapes
-from polysilicon.models.fields import Fields
 from polysilicon.models.llama import GGUF_NAMES, HF_NAMES
 from polysilicon.models.names import TensorNames
 from polysilicon.models.rope import as_rope, base_frequencies
 from polysilicon.ops import Rope
 from polysilicon.weights.checkpoint import Checkpoint
+from polysilicon.weights.fields import Fields
 
 _HF_MODULES = {
     **HF_NAMES.modules,

@@ -9,7 +9,6 @@ import numpy as np
 
 from polysilicon.errors import ModelError
 from polysilicon.models.config import Experts, ModelConfig
-from polysilicon.models.fields import Fields
 from polysilicon.models.hf_config import (
     MAX_EXPERTS,
     MAX_HEAD_DIM,
@@ -20,6 +19,7 @@ from polysilicon.models.hf_config import (
 from polysilicon.models.rope import Frequencies, Yarn, as_rope, base_frequencies, yarn_magnitude
 from polysilicon.ops import Rope
 from polysilicon.weights.checkpoint import Checkpoint
+from polysilicon.weights.fields import Fields
 
 ROPE_TYPES = ("none", "linear", "yarn", "longrope")
 

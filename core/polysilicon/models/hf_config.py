@@ -6,7 +6,6 @@ import numpy as np
 
 from polysilicon.errors import ModelError
 from polysilicon.models.config import ModelConfig
-from polysilicon.models.fields import Fields
 from polysilicon.models.rope import (
     Frequencies,
     Yarn,
@@ -18,6 +17,7 @@ from polysilicon.models.rope import (
     yarn_magnitude,
 )
 from polysilicon.ops import Rope
+from polysilicon.weights.fields import Fields
 
 MAX_POSITIONS = (1 << 31) - 1
 MAX_LAYERS = 4096

@@ -8,9 +8,9 @@ from polysilicon.models import gguf_config, hf_config
 from polysilicon.models.architecture import Architecture
 from polysilicon.models.config import ModelConfig
 from polysilicon.models.decoder import build_decoder, decoder_shapes
-from polysilicon.models.fields import Fields
 from polysilicon.models.names import TensorNames
 from polysilicon.weights.checkpoint import Checkpoint
+from polysilicon.weights.fields import Fields
 
 HF_NAMES = TensorNames(
     modules={

@@ -8,7 +8,6 @@ from polysilicon.backend import Device
 from polysilicon.errors import ConfigError, ModelError
 from polysilicon.models.architecture import Architecture
 from polysilicon.models.config import ModelConfig
-from polysilicon.models.fields import Fields
 from polysilicon.models.hf_config import MAX_POSITIONS
 from polysilicon.models.model import Model
 from polysilicon.models.names import Shape, Source, TensorNames
@@ -16,6 +15,7 @@ from polysilicon.models.placing import Placing
 from polysilicon.models.registry import architectures, find_gguf, find_hf
 from polysilicon.progress import Advance
 from polysilicon.weights.checkpoint import Checkpoint, SafetensorsCheckpoint
+from polysilicon.weights.fields import Fields
 from polysilicon.weights.files import shown
 from polysilicon.weights.gguf import GGUFFile
 from polysilicon.weights.safetensors import SUPPORTED_TYPES

@@ -9,8 +9,8 @@ import dataclasses
 
 from polysilicon.models import hf_config
 from polysilicon.models.config import ModelConfig
-from polysilicon.models.fields import Fields
 from polysilicon.models.llama import LLAMA
+from polysilicon.weights.fields import Fields
 
 # transformers' MistralConfig, where a file leaves something out.
 _DEFAULTS = {

@@ -9,9 +9,9 @@ import dataclasses
 
 from polysilicon.models import hf_config
 from polysilicon.models.config import Experts, ModelConfig
-from polysilicon.models.fields import Fields
 from polysilicon.models.llama import HF_NAMES, LLAMA
 from polysilicon.models.names import TensorNames, mlx_experts
+from polysilicon.weights.fields import Fields
 
 # transformers' MixtralConfig, where a file leaves something out.
 _DEFAULTS = {

@@ -7,10 +7,10 @@ import dataclasses
 
 from polysilicon.models import gguf_config, hf_config
 from polysilicon.models.config import ModelConfig
-from polysilicon.models.fields import Fields
 from polysilicon.models.llama import GGUF_NAMES, HF_NAMES, LLAMA
 from polysilicon.models.names import TensorNames
 from polysilicon.weights.checkpoint import Checkpoint
+from polysilicon.weights.fields import Fields
 
 # transformers' Olmo2Config, where a file leaves something out.
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 2048}

@@ -6,10 +6,10 @@ import dataclasses
 
 from polysilicon.models import gguf_config, hf_config
 from polysilicon.models.config import ModelConfig
-from polysilicon.models.fields import Fields
 from polysilicon.models.llama import GGUF_NAMES, HF_NAMES, LLAMA
 from polysilicon.models.names import Fused, TensorNames
 from polysilicon.weights.checkpoint import Checkpoint
+from polysilicon.weights.fields import Fields
 
 # transformers' Phi3Config, where a file leaves something out.
 _DEFAULTS = {

@@ -9,11 +9,11 @@ import dataclasses
 
 from polysilicon.models import gguf_config, hf_config
 from polysilicon.models.config import Experts, ModelConfig
-from polysilicon.models.fields import Fields
 from polysilicon.models.llama import GGUF_NAMES, HF_NAMES, LLAMA
 from polysilicon.models.names import TensorNames, mlx_experts
 from polysilicon.models.qwen import QWEN2, QWEN3
 from polysilicon.weights.checkpoint import Checkpoint
+from polysilicon.weights.fields import Fields
 
 # transformers' Qwen2MoeConfig and Qwen3MoeConfig, where a file leaves something out.
 _DEFAULTS = {"decoder_sparse_step": 1, "norm_topk_prob": False, "mlp_only_layers": []}

@@ -21,8 +21,8 @@ from polysilicon.models import (
     stablelm,
 )
 from polysilicon.models.architecture import Architecture
-from polysilicon.models.fields import Fields
 from polysilicon.weights.checkpoint import Checkpoint
+from polysilicon.weights.fields import Fields
 from polysilicon.weights.files import shown
 from polysilicon.weights.gguf import GGUFFile
 

@@ -6,9 +6,9 @@ import dataclasses
 
 from polysilicon.models import gguf_config, hf_config
 from polysilicon.models.config import ModelConfig
-from polysilicon.models.fields import Fields
 from polysilicon.models.llama import LLAMA
 from polysilicon.weights.checkpoint import Checkpoint
+from polysilicon.weights.fields import Fields
 
 # transformers' StableLmConfig, where a file leaves something out.
 _DEFAULTS = {

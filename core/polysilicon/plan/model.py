@@ -17,7 +17,6 @@ from polysilicon.format_matrix import formats
 from polysilicon.hub import PREFIX, fetch_config
 from polysilicon.models.architecture import Architecture
 from polysilicon.models.config import ModelConfig
-from polysilicon.models.fields import Fields
 from polysilicon.models.loading import read_config
 from polysilicon.models.quantizing import QUANTIZE_SCHEMES, quantize_loaded
 from polysilicon.models.registry import architectures, find_hf
@@ -26,6 +25,7 @@ from polysilicon.progress import Progress, no_progress
 from polysilicon.suggest import nearest
 from polysilicon.weights.checkpoint import Checkpoint, open_checkpoint
 from polysilicon.weights.encodings import DENSE_DTYPES, Dense, Weight
+from polysilicon.weights.fields import Fields
 from polysilicon.weights.files import directory_names, shown
 from polysilicon.weights.formats.format import CheckpointFormat
 from polysilicon.weights.safetensors import CONFIG_NAME, INDEX_NAME, SINGLE_NAME, read_object

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from polysilicon.models.fields import Fields
+from polysilicon.weights.fields import Fields
 from polysilicon.weights.files import shown
 
 _KEYS = ("quantization", "quantization_config", "compression_config")

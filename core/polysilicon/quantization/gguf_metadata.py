@@ -10,7 +10,6 @@ import numpy as np
 
 from polysilicon.errors import ModelError
 from polysilicon.models.config import ModelConfig
-from polysilicon.models.fields import Fields
 from polysilicon.models.hf_config import rope_parameters
 from polysilicon.models.rope import base_frequencies
 from polysilicon.ops import Rope
@@ -18,6 +17,7 @@ from polysilicon.quantization.gguf_tokenizer import tokenizer_metadata
 from polysilicon.quantization.source import ModelSource
 from polysilicon.weights.checkpoint import Checkpoint, SafetensorsCheckpoint
 from polysilicon.weights.encodings import Dense, Float32, Weight
+from polysilicon.weights.fields import Fields
 from polysilicon.weights.files import TensorInfo
 from polysilicon.weights.gguf import GGUFFile
 from polysilicon.weights.gguf_header import MetadataValue

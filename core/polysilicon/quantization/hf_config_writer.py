@@ -11,11 +11,11 @@ import numpy as np
 from polysilicon.errors import ModelError
 from polysilicon.models.architecture import Architecture
 from polysilicon.models.config import ModelConfig
-from polysilicon.models.fields import Fields
 from polysilicon.models.mistral import MISTRAL
 from polysilicon.models.rope import base_frequencies, llama3_frequencies
 from polysilicon.ops import Rope
 from polysilicon.quantization.source import ModelSource
+from polysilicon.weights.fields import Fields
 from polysilicon.weights.gguf import GGUFFile
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from polysilicon.backend import Device
 from polysilicon.errors import ConfigError, ModelError
-from polysilicon.models.fields import Fields
 from polysilicon.models.loading import load_model, read_config
 from polysilicon.models.registry import architectures, find_hf
 from polysilicon.weights.checkpoint import open_checkpoint
+from polysilicon.weights.fields import Fields
 
 from .conftest import Array, Tiny, TinyModel, WriteGGUF, WriteSafetensors
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from polysilicon.errors import ModelError
-from polysilicon.models.fields import Fields
 from polysilicon.models.hf_config import read_rope, rope_parameters, trained_context
 from polysilicon.ops import Rope
+from polysilicon.weights.fields import Fields
 
 CASES = json.loads((Path(__file__).parents[2] / "fixtures" / "models" / "rope.json").read_text())
 

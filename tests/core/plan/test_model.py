@@ -15,7 +15,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from polysilicon.errors import ConfigError, DownloadError, ModelError
-from polysilicon.models.fields import Fields
 from polysilicon.models.loading import load_model
 from polysilicon.models.quantizing import quantize_loaded
 from polysilicon.models.registry import architectures, find_hf
@@ -25,6 +24,7 @@ from polysilicon.reference.device import ReferenceDevice
 from polysilicon.testing.tiny_models import tiny_gemma, tiny_llama
 from polysilicon.weights.checkpoint import open_checkpoint
 from polysilicon.weights.encodings import Dense
+from polysilicon.weights.fields import Fields
 
 WriteConfig = Callable[..., Path]
 
