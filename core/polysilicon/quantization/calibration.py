@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +23,7 @@ from polysilicon.backend import (
     Handle,
     KVPool,
     KVSpec,
-    Normalization,
     Pending,
-    Rope,
     Weight,
 )
 from polysilicon.errors import ConfigError, ModelError
@@ -206,29 +204,8 @@ class _CalibrationOps(ReferenceOps):
         batch: Batch,
         pool: KVPool,
         layer: int,
-        heads: int,
-        scale: float,
-        rope: Rope | None = None,
-        q_norm: Normalization | None = None,
-        k_norm: Normalization | None = None,
-        softcap: float | None = None,
-        sinks: Handle | None = None,
-        causal: bool = True,
+        **others: Any,
     ) -> Float32:
         # A layer's K and V are not looked at again once it has attended.
-        return super().attention(
-            q,
-            k,
-            v,
-            batch=batch,
-            pool=self._pools[pool.spec.group],
-            layer=0,
-            heads=heads,
-            scale=scale,
-            rope=rope,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            softcap=softcap,
-            sinks=sinks,
-            causal=causal,
-        )
+        memory = self._pools[pool.spec.group]
+        return super().attention(q, k, v, batch=batch, pool=memory, layer=0, **others)
