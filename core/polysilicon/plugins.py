@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import enum
 import importlib.metadata
 import os
 import re
@@ -19,30 +18,24 @@ from typing import Any, TypeVar
 import pluggy
 
 from polysilicon import hookspecs
-from polysilicon.backend import CONTRACT_VERSION, PROJECT, Backend
+from polysilicon.backend import PROJECT, Backend
 from polysilicon.executor import ExecutorProvider
 from polysilicon.models.architecture import Architecture
+from polysilicon.plugin_checks import (
+    PluginStatus,
+    RejectedError,
+    check_architecture,
+    check_backend,
+    check_executor,
+    check_format,
+)
 from polysilicon.suggest import nearest
 from polysilicon.weights.formats.format import CheckpointFormat
-from polysilicon.weights.formats.registry import AUTO, FORMATS
 
 RESTRICTION = "POLYSILICON_PLUGINS"
 """The environment variable that restricts what loads; see `Restriction`."""
 
-_NAME = re.compile(r"[a-z][a-z0-9_-]{0,31}")
-
 T = TypeVar("T")
-
-
-class PluginStatus(enum.StrEnum):
-    """What became of a plugin."""
-
-    LOADED = "loaded"
-    FAILED = "failed"
-    BLOCKED = "blocked"
-    DUPLICATE = "duplicate"
-    INCOMPATIBLE = "incompatible"
-    MISSING = "missing"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,14 +129,6 @@ class _Supply:
     checkpoint_formats: tuple[CheckpointFormat, ...]
 
 
-class _RejectedError(Exception):
-    """A plugin that cannot be used; the message is its record's reason."""
-
-    def __init__(self, status: PluginStatus, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-
-
 def load_plugins(blocked: Collection[str] = ()) -> Plugins:
     """Load every installed plugin that may load. blocked: names that may not (a configuration's).
 
@@ -164,7 +149,7 @@ def load_plugins(blocked: Collection[str] = ()) -> Plugins:
         try:
             _check_admitted(candidate, loaded, restriction, blocked)
             supply = _load(manager, candidate, backends, executors, formats)
-        except _RejectedError as rejected:
+        except RejectedError as rejected:
             status, reason = rejected.status, str(rejected)
         else:
             loaded[candidate.name] = candidate
@@ -274,20 +259,20 @@ def _check_admitted(
     blocked: Collection[str],
 ) -> None:
     if candidate.name in blocked:
-        raise _RejectedError(PluginStatus.BLOCKED, "blocked by the configuration (block_plugins)")
+        raise RejectedError(PluginStatus.BLOCKED, "blocked by the configuration (block_plugins)")
     reason = restriction.reason_against(candidate.name, candidate.in_tree)
     if reason:
-        raise _RejectedError(PluginStatus.BLOCKED, reason)
+        raise RejectedError(PluginStatus.BLOCKED, reason)
     other = loaded.get(candidate.name)
     if other is None:
         return
     if _normalized(other.distribution) == _normalized(candidate.distribution):
-        raise _RejectedError(
+        raise RejectedError(
             PluginStatus.DUPLICATE,
             f"{candidate.distribution} is installed twice: {other.version} in {other.place}, which "
             f"is used, and {candidate.version} in {candidate.place}: uninstall one of them",
         )
-    raise _RejectedError(
+    raise RejectedError(
         PluginStatus.DUPLICATE,
         f"{other.distribution} {other.version} has a plugin of the same name, which is used: "
         f"uninstall {other.distribution} or {candidate.distribution}",
@@ -304,44 +289,44 @@ def _load(
     """Import, register and check one plugin, and call its hooks."""
     plugin = _guarded("cannot be imported", candidate.load)
     if plugin is None:
-        raise _RejectedError(PluginStatus.FAILED, "its entry point names None, not a module")
+        raise RejectedError(PluginStatus.FAILED, "its entry point names None, not a module")
     if manager.is_registered(plugin):
         other = manager.get_name(plugin)
-        raise _RejectedError(PluginStatus.DUPLICATE, f"is the same module as plugin {other!r}")
+        raise RejectedError(PluginStatus.DUPLICATE, f"is the same module as plugin {other!r}")
     _guarded("is refused by pluggy", lambda: manager.register(plugin, candidate.name))
     try:
         _check_hooks(manager, plugin)
         supply = _Supply(
-            backends=_collect(manager, plugin, "polysilicon_backends", _check_backend),
-            executors=_collect(manager, plugin, "polysilicon_executors", _check_executor),
+            backends=_collect(manager, plugin, "polysilicon_backends", check_backend),
+            executors=_collect(manager, plugin, "polysilicon_executors", check_executor),
             architectures=_collect(
-                manager, plugin, "polysilicon_architectures", _check_architecture
+                manager, plugin, "polysilicon_architectures", check_architecture
             ),
             checkpoint_formats=_collect(
-                manager, plugin, "polysilicon_checkpoint_formats", _check_format
+                manager, plugin, "polysilicon_checkpoint_formats", check_format
             ),
         )
         _check_names("backend", supply.backends, backends)
         _check_names("executor", supply.executors, executors)
         _check_names("checkpoint format", supply.checkpoint_formats, formats)
-    except _RejectedError:
+    except RejectedError:
         manager.unregister(plugin)
         raise
     return supply
 
 
 def _guarded(what: str, call: Callable[[], T]) -> T:
-    """Run a plugin's code; whatever it raises, sys.exit() included, becomes a `_RejectedError`.
+    """Run a plugin's code; whatever it raises, sys.exit() included, becomes a `RejectedError`.
 
     What it prints goes to stderr: stdout is for what the user asked for.
     """
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return call()
-    except (KeyboardInterrupt, _RejectedError):
+    except (KeyboardInterrupt, RejectedError):
         raise
     except BaseException as error:
-        raise _RejectedError(PluginStatus.FAILED, f"{what}: {describe_exception(error)}") from error
+        raise RejectedError(PluginStatus.FAILED, f"{what}: {describe_exception(error)}") from error
 
 
 def _check_hooks(manager: pluggy.PluginManager, plugin: object) -> None:
@@ -349,12 +334,12 @@ def _check_hooks(manager: pluggy.PluginManager, plugin: object) -> None:
     callers = manager.get_hookcallers(plugin) or []
     for caller in callers:
         if not caller.has_spec():
-            raise _RejectedError(
+            raise RejectedError(
                 PluginStatus.FAILED,
                 f"implements an unknown hook {caller.name!r}{nearest(caller.name, known)}",
             )
     if not callers:
-        raise _RejectedError(
+        raise RejectedError(
             PluginStatus.FAILED,
             f"implements no hook: mark one of {', '.join(sorted(known))} with "
             "polysilicon.backend.hookimpl",
@@ -374,7 +359,7 @@ def _collect(
         items: list[T] = []
         for result in manager.subset_hook_caller(hook, others)():
             if not isinstance(result, Sequence) or isinstance(result, (str, bytes)):
-                raise _RejectedError(
+                raise RejectedError(
                     PluginStatus.FAILED,
                     f"{hook} returned {type(result).__name__}, not a list or tuple",
                 )
@@ -382,113 +367,6 @@ def _collect(
         return tuple(items)
 
     return _guarded(f"{hook} failed", call)
-
-
-def _check_backend(item: object) -> Backend:
-    if isinstance(item, type) or not isinstance(item, Backend):
-        raise _RejectedError(
-            PluginStatus.FAILED,
-            f"polysilicon_backends returned {_kind(item)}, which is not an object with name, "
-            "contract, priority, probe() and open()",
-        )
-    _check_name("backend", item.name, reserved=("auto",))
-    if not isinstance(item.priority, int):
-        raise _RejectedError(
-            PluginStatus.FAILED, f"the priority of backend {item.name!r} is not an int"
-        )
-    _check_contract(f"backend {item.name!r}", item.contract)
-    return item
-
-
-def _check_executor(item: object) -> ExecutorProvider:
-    if isinstance(item, type) or not isinstance(item, ExecutorProvider):
-        raise _RejectedError(
-            PluginStatus.FAILED,
-            f"polysilicon_executors returned {_kind(item)}, which is not an object with name, "
-            "contract, formats, probe() and open()",
-        )
-    _check_name("executor", item.name, reserved=("auto", "native"))
-    if not (isinstance(item.formats, frozenset) and all(type(f) is str for f in item.formats)):
-        raise _RejectedError(
-            PluginStatus.FAILED,
-            f"the formats of executor {item.name!r} are {item.formats!r:.80}, not a frozenset of "
-            "names",
-        )
-    _check_contract(f"executor {item.name!r}", item.contract)
-    return item
-
-
-def _check_name(kind: str, name: object, *, reserved: Sequence[str]) -> None:
-    if not isinstance(name, str) or not _NAME.fullmatch(name) or name in reserved:
-        raise _RejectedError(
-            PluginStatus.FAILED,
-            f"{kind} name {name!r} is not valid: lower-case letters, digits, - and _, "
-            f"at most 32, and not {' or '.join(map(repr, reserved))}",
-        )
-
-
-def _check_contract(owner: str, contract: object) -> None:
-    """owner: the backend or executor, for messages."""
-    if not (
-        isinstance(contract, tuple)
-        and len(contract) == 2
-        and all(type(part) is int for part in contract)
-    ):
-        raise _RejectedError(
-            PluginStatus.FAILED,
-            f"the contract of {owner} is {contract!r}, not (major, minor)",
-        )
-    major, minor = CONTRACT_VERSION
-    if contract[0] == major and contract[1] <= minor:
-        return
-    mend = (
-        "upgrade polysilicon (pip install -U polysilicon)"
-        if contract > CONTRACT_VERSION
-        else "upgrade the plugin, or install an older polysilicon"
-    )
-    raise _RejectedError(
-        PluginStatus.INCOMPATIBLE,
-        f"{owner} is built for contract {contract[0]}.{contract[1]}, "
-        f"this polysilicon has {major}.{minor}: {mend}",
-    )
-
-
-def _check_architecture(item: object) -> Architecture:
-    if not isinstance(item, Architecture):
-        raise _RejectedError(
-            PluginStatus.FAILED,
-            f"polysilicon_architectures returned {_kind(item)}, not an Architecture",
-        )
-    return item
-
-
-def _check_format(item: object) -> CheckpointFormat:
-    if isinstance(item, type) or not isinstance(item, CheckpointFormat):
-        raise _RejectedError(
-            PluginStatus.FAILED,
-            f"polysilicon_checkpoint_formats returned {_kind(item)}, which is not an object with "
-            "name, encodings, recognizes() and open()",
-        )
-    _check_name("checkpoint format", item.name, reserved=(AUTO,))
-    if item.name in {format.name for format in FORMATS}:
-        raise _RejectedError(
-            PluginStatus.DUPLICATE,
-            f"checkpoint format {item.name!r} is one of polysilicon's own: take another name",
-        )
-    encodings = item.encodings
-    if not isinstance(encodings, Mapping) or not all(
-        isinstance(text, str) for pair in encodings.items() for text in pair
-    ):
-        raise _RejectedError(
-            PluginStatus.FAILED,
-            f"the encodings of checkpoint format {item.name!r} are {encodings!r:.80}, not a "
-            "mapping of types to encodings",
-        )
-    return item
-
-
-def _kind(item: object) -> str:
-    return f"the class {item.__name__}" if isinstance(item, type) else f"a {type(item).__name__}"
 
 
 def _check_names(
@@ -499,11 +377,11 @@ def _check_names(
     names: set[str] = set()
     for item in items:
         if item.name in names:
-            raise _RejectedError(PluginStatus.DUPLICATE, f"supplies {kind} {item.name!r} twice")
+            raise RejectedError(PluginStatus.DUPLICATE, f"supplies {kind} {item.name!r} twice")
         names.add(item.name)
         if item.name in taken:
             other = taken[item.name][1]
-            raise _RejectedError(
+            raise RejectedError(
                 PluginStatus.DUPLICATE,
                 f"{kind} {item.name!r} is supplied by plugin {other.name!r} of "
                 f"{other.distribution} {other.version}, which is used: uninstall one of them",

@@ -21,7 +21,8 @@ def backends(
 ) -> None:
     """List the backends in the order of --backend auto, and the executors of whole models: status,
     devices, capabilities or reason."""
-    from polysilicon.plugins import PluginStatus, load_plugins
+    from polysilicon.plugin_checks import PluginStatus
+    from polysilicon.plugins import load_plugins
     from polysilicon.selection import probe_all
 
     plugins = load_plugins()

@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from polysilicon.format_matrix import formats
-from polysilicon.plugins import PluginRecord, PluginStatus, load_plugins
+from polysilicon.plugin_checks import PluginStatus
+from polysilicon.plugins import PluginRecord, load_plugins
 from polysilicon.weights.checkpoint import open_checkpoint
 
 Install = Callable[..., str]

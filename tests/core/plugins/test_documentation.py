@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 from polysilicon import hookspecs
-from polysilicon.plugins import RESTRICTION, PluginStatus
+from polysilicon.plugin_checks import PluginStatus
+from polysilicon.plugins import RESTRICTION
 
 README = Path(__file__).parents[3] / "plugins" / "README.md"
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from polysilicon.plugins import PluginRecord, PluginStatus, load_plugins
+from polysilicon.plugin_checks import PluginStatus
+from polysilicon.plugins import PluginRecord, load_plugins
 from polysilicon.selection import why_not
 
 Install = Callable[..., str]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from polysilicon.backend import CONTRACT_VERSION
-from polysilicon.plugins import PluginRecord, PluginStatus, Restriction, load_plugins
+from polysilicon.plugin_checks import PluginStatus
+from polysilicon.plugins import PluginRecord, Restriction, load_plugins
 
 Install = Callable[..., str]
 
@@ -190,7 +191,7 @@ def test_another_contract_version_is_refused(
 def test_an_earlier_minor_version_is_served(
     install: Install, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("polysilicon.plugins.CONTRACT_VERSION", (1, 4))
+    monkeypatch.setattr("polysilicon.plugin_checks.CONTRACT_VERSION", (1, 4))
     install("opal", "@hookimpl\ndef polysilicon_backends(): return [Fake('o', contract=(1, 3))]")
     assert record("opal").status is PluginStatus.LOADED
 
