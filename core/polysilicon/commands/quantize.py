@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -85,9 +89,12 @@ def quantize(
     text = None if calibrate is None else _text(calibrate)
     plugins = load_plugins(config.block_plugins)
     path = resolve_model(model, progress=progress.bar)
-    with open_checkpoint(
-        path, quantization=config.quantization, added=plugins.checkpoint_formats
-    ) as checkpoint:
+    with (
+        _ended_cleanly(),
+        open_checkpoint(
+            path, quantization=config.quantization, added=plugins.checkpoint_formats
+        ) as checkpoint,
+    ):
         notes = write(
             checkpoint,
             out,
@@ -102,6 +109,27 @@ def quantize(
     for note in notes:
         print(f"polysilicon: {note}", file=sys.stderr)
     print(out)
+
+
+@contextmanager
+def _ended_cleanly() -> Iterator[None]:
+    """SIGTERM and SIGHUP, which end a process at once, take with them what is half-written."""
+
+    def end(number: int, _frame: FrameType | None) -> NoReturn:
+        sys.exit(128 + number)
+
+    taken = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is signal.SIG_DFL
+    ]
+    for number in taken:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _text(path: Path) -> str:

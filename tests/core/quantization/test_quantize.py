@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,27 @@ def test_a_failure_leaves_nothing_behind(
     wanted = KeyboardInterrupt if isinstance(raised, KeyboardInterrupt) else PolysiliconError
     with open_checkpoint(folder) as checkpoint, pytest.raises(wanted, match=said):
         quantize(checkpoint, tmp_path / "out", to=to)
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_leaves_nothing_behind(
+    write_model: WriteModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+) -> None:
+    folder = write_model(LLAMA)
+
+    def end(*arguments: object) -> None:
+        assert callable(signal.getsignal(number))
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(GGUFOutput, "close", end)
+    with pytest.raises(SystemExit) as ended:
+        run(["quantize", str(folder), str(tmp_path / "out.gguf"), "--to", "q8_0"])
+    assert ended.value.code == 128 + number
+    assert signal.getsignal(number) is signal.SIG_DFL
     assert list(tmp_path.iterdir()) == [folder]
 
 
