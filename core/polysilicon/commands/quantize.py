@@ -135,6 +135,16 @@ def _ended_cleanly() -> Iterator[None]:
 def _text(path: Path) -> str:
     try:
         with path.open("rb") as file:
-            return file.read(_MOST_TEXT_BYTES).decode("utf-8", "ignore")
+            content = file.read(_MOST_TEXT_BYTES)
     except OSError as error:
         raise ConfigError(f"--calibrate {path} cannot be read: {error.strerror}") from None
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        # A larger file may be cut within a character.
+        if len(content) == _MOST_TEXT_BYTES and error.reason == "unexpected end of data":
+            return content[: error.start].decode()
+        raise ConfigError(
+            f"--calibrate {path} is not UTF-8 at byte {error.start}: convert it, as with "
+            "iconv -t utf-8"
+        ) from None

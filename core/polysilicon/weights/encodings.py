@@ -220,9 +220,11 @@ class GroupAffine(Weight):
         codes = unpack_codes(self.codes, self.bits, columns).astype(np.float32)
         values = codes.reshape(*rows, columns // self.group, self.group)
         values -= np.float32(self.offset)
-        values *= scale_values(self.scale)[..., None]
-        if self.bias is not None:
-            values += scale_values(self.bias)[..., None]
+        # Scales may be so large that values come out infinite.
+        with np.errstate(over="ignore", invalid="ignore"):
+            values *= scale_values(self.scale)[..., None]
+            if self.bias is not None:
+                values += scale_values(self.bias)[..., None]
         return in_input_order(values.reshape(self.shape), self.input_order)
 
     def take_rows(self, index: Rows) -> Weight:
@@ -310,10 +312,13 @@ class GroupFloat(Weight):
         if self.block is not None:
             height, width = self.block
             scale = np.repeat(np.repeat(scale, height, axis=-2), width, axis=-1)
-            values = values * scale[..., : rows[-1], :columns]
+            scale = scale[..., : rows[-1], :columns]
         else:
-            groups = values.reshape(*rows, columns // self.group, self.group)
-            values = (groups * scale[..., None]).reshape(self.shape)
+            values = values.reshape(*rows, columns // self.group, self.group)
+            scale = scale[..., None]
+        # Scales may be so large that values come out infinite.
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = (values * scale).reshape(self.shape)
         return in_input_order(values, self.input_order)
 
     def take_rows(self, index: Rows) -> Weight:

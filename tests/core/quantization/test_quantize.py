@@ -16,6 +16,7 @@ import pytest
 import safetensors.numpy
 
 from polysilicon.cli import run
+from polysilicon.commands import quantize as quantize_command
 from polysilicon.commands.quantize import Method, Target
 from polysilicon.errors import ConfigError, ModelError, PolysiliconError
 from polysilicon.models.loading import read_config
@@ -380,6 +381,15 @@ def test_progress_ends_at_its_total(write_model: WriteModel, tmp_path: Path) -> 
     assert seen[-1][0] == seen[-1][1] == seen[0][1]
 
 
+def test_a_long_calibration_text_may_be_cut_within_a_character(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "text"
+    path.write_text("aé")
+    monkeypatch.setattr(quantize_command, "_MOST_TEXT_BYTES", 2)
+    assert quantize_command._text(path) == "a"
+
+
 def test_layouts_and_methods_are_what_the_command_offers() -> None:
     assert {target.value for target in Target} == set(TARGETS) == {*LAYOUTS, *GGUF_FORMATS}
     assert {method.value for method in Method} == set(quantize_module.METHODS)
@@ -433,6 +443,10 @@ def test_the_command_writes_and_says_what_it_cannot(
     assert "exists already" in capsys.readouterr().err
     assert run([*command, "mlx", "--calibrate", str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
+    (tmp_path / "binary").write_bytes(b"text\xff")
+    binary = ["--method", "awq", "--calibrate", str(tmp_path / "binary")]
+    assert run(["quantize", str(folder), str(tmp_path / "other"), "--to", "mlx", *binary]) == 2
+    assert "not UTF-8 at byte 4" in capsys.readouterr().err
     assert run([*command, "exl2"]) == 2
     assert run(["quantize", str(folder), str(tmp_path / "k.gguf"), "--to", "q4_k_m"]) == 0
     assert "blocks of 256" in capsys.readouterr().err

@@ -211,6 +211,20 @@ def test_fp4_table_is_that_of_ml_dtypes() -> None:
     np.testing.assert_array_equal(weight.dequantize()[0], expected)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("block", [None, (1, 2)])
+def test_scales_that_are_too_large_give_infinities_without_a_warning(
+    block: tuple[int, int] | None,
+) -> None:
+    scale, codes = np.full((1, 2), 3e38, np.float32), np.full((1, 4), 0x7E, np.uint8)
+    floats = GroupFloat(
+        shape=(1, 4), format="f8_e4m3", group=2, block=block, codes=codes, scale=scale
+    )
+    assert np.isposinf(floats.dequantize()).all()
+    affine = GroupAffine(shape=(1, 4), bits=8, group=2, codes=codes, scale=scale)
+    assert np.isposinf(affine.dequantize()).all()
+
+
 def test_super_scales_are_scale_times_code_less_offset() -> None:
     weight = random_super_scales(np.random.default_rng(5), (2, 4), 8)
     codes = unpack_codes(weight.codes, 6, 8)
