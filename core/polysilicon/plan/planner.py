@@ -87,12 +87,19 @@ def load_for(
         raise ConfigError(f"--concurrency {concurrency:,} is not between 1 and {MOST_SEQUENCES:,}")
     if kv_dtype not in KV_DTYPES:
         raise ConfigError(f"--kv-dtype {kv_dtype!r:.80} is not one of {', '.join(KV_DTYPES)}")
+    for option, given in (("--input-tokens", input_tokens), ("--output-tokens", output_tokens)):
+        if given is not None and not 1 <= given < context:
+            raise ConfigError(
+                f"{option} {given:,} is not between 1 and {context - 1:,}, as a token of "
+                f"--context {context:,} is left for the other"
+            )
     if output_tokens is None:
-        left = context - (input_tokens or 0)
-        output_tokens = left if input_tokens else min(_OUTPUT_TOKENS, context // 2)
+        output_tokens = (
+            context - input_tokens if input_tokens else min(_OUTPUT_TOKENS, context // 2)
+        )
     if input_tokens is None:
         input_tokens = context - output_tokens
-    if input_tokens < 1 or output_tokens < 1 or input_tokens + output_tokens > context:
+    if input_tokens + output_tokens > context:
         raise ConfigError(
             f"requests of {input_tokens:,} tokens and {output_tokens:,} more do not fit into "
             f"--context {context:,}: lower --input-tokens and --output-tokens, or raise it"

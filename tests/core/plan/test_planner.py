@@ -377,7 +377,7 @@ def test_what_is_left_open(
         ({"kv_dtype": "f8"}, "--kv-dtype 'f8' is not one of f32, f16"),
         ({"input_tokens": 4096}, "--input-tokens"),
         ({"input_tokens": 0}, "--input-tokens"),
-        ({"output_tokens": 5000}, "--output-tokens"),
+        ({"output_tokens": 5000}, "--output-tokens 5,000 is not between"),
         ({"input_tokens": 4000, "output_tokens": 97}, "4,000 tokens and 97 more"),
         ({"output_tokens": -1}, "--output-tokens"),
     ],
