@@ -322,8 +322,8 @@ def load() -> ctypes.CDLL:
             function.argtypes = arguments
     except (OSError, AttributeError) as error:
         raise LibraryError(
-            f"the native library cannot be loaded ({error}): build it again for this system (pip "
-            "install --force-reinstall --no-cache-dir polysilicon)"
+            f"the native library cannot be loaded ({error}): build it again for this system (in "
+            "a clone: pip install --force-reinstall --no-cache-dir .)"
         ) from error
     return library
 
@@ -341,6 +341,6 @@ def _missing(place: Path) -> str:
         reason = "this installation was made without it"
     return (
         f"the native library was not built: {reason}. Install a C++ compiler (apt-get install g++, "
-        "or your system's like) and install polysilicon again (pip install --force-reinstall "
-        "--no-cache-dir polysilicon)"
+        "or your system's like) and install polysilicon again (in a clone: pip install "
+        "--force-reinstall --no-cache-dir .)"
     )

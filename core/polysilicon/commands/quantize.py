@@ -86,6 +86,7 @@ def quantize(
     from polysilicon.quantization.quantize import quantize as write
     from polysilicon.weights.checkpoint import open_checkpoint
 
+    _check_name(out, to)
     text = None if calibrate is None else _text(calibrate)
     plugins = load_plugins(config.block_plugins)
     path = resolve_model(model, progress=progress.bar)
@@ -109,6 +110,15 @@ def quantize(
     for note in notes:
         print(f"polysilicon: {note}", file=sys.stderr)
     print(out)
+
+
+def _check_name(out: Path, to: Target) -> None:
+    """Names say what they are of."""
+    is_file = to not in (Target.COMPRESSED_TENSORS, Target.GPTQ, Target.AWQ, Target.MLX)
+    if is_file and out.suffix != ".gguf":
+        raise ConfigError(f"--to {to.value} makes a GGUF file: give OUT the ending .gguf")
+    if not is_file and out.suffix == ".gguf":
+        raise ConfigError(f"--to {to.value} makes a directory: give OUT another ending than .gguf")
 
 
 @contextmanager

@@ -17,8 +17,8 @@ _SCRATCH = 32 << 20
 """Bytes of kernels' own scratch memory, whatever the model."""
 
 _OUTPUT_COPIES = 8
-"""How often logits of sampling sequences are held as outputs: of steps in flight, and kept for those
-to come."""
+"""How often logits of sampling sequences are held as outputs: of steps in flight, and kept for
+those to come."""
 
 _PROMPT_COPIES = 3
 """The same for logits of every token of a step, which are rare and of few sizes."""

@@ -448,5 +448,10 @@ def test_the_command_writes_and_says_what_it_cannot(
     assert run(["quantize", str(folder), str(tmp_path / "other"), "--to", "mlx", *binary]) == 2
     assert "not UTF-8 at byte 4" in capsys.readouterr().err
     assert run([*command, "exl2"]) == 2
+    capsys.readouterr()
+    for name, target in (("folder.gguf", "awq"), ("file", "q8_0")):
+        assert run(["quantize", str(folder), str(tmp_path / name), "--to", target]) == 2
+        assert "give OUT" in capsys.readouterr().err
+        assert not (tmp_path / name).exists()
     assert run(["quantize", str(folder), str(tmp_path / "k.gguf"), "--to", "q4_k_m"]) == 0
     assert "blocks of 256" in capsys.readouterr().err
