@@ -10,9 +10,13 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+PAUSE = 0.2
+"""Seconds before a turn, in which what the other side does after its own comes to rest."""
 
 BEHIND = 0.9
 """A way of the other side that reaches less than this share of its best in the first round is not
@@ -59,7 +63,12 @@ class Side:
 
     def rate(self, *before: object) -> Rate:
         """`rate(*before, work, tokens, streams, output, seed)` of the other end."""
-        return lambda case, seed: self("rate", *before, *dataclasses.astuple(case), seed)
+
+        def rate(case: Case, seed: int) -> float:
+            time.sleep(PAUSE)
+            return float(self("rate", *before, *dataclasses.astuple(case), seed))
+
+        return rate
 
     def close(self) -> None:
         assert self._process.stdin is not None

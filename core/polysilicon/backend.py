@@ -30,7 +30,16 @@ import numpy.typing as npt
 import pluggy
 
 from polysilicon.batch import Batch, SampledTokens, SamplingBatch, SparseRows
-from polysilicon.ops import AdapterRef, Forward, ModelOutputs, Normalization, Ops, Rope, Routing
+from polysilicon.ops import (
+    AdapterRef,
+    Forward,
+    KVScales,
+    ModelOutputs,
+    Normalization,
+    Ops,
+    Rope,
+    Routing,
+)
 from polysilicon.sampling.sampler import sample_on_host
 from polysilicon.weights.encodings import (
     Dense,
@@ -66,6 +75,7 @@ __all__ = [
     "GroupFloat",
     "Handle",
     "KVPool",
+    "KVScales",
     "KVSpec",
     "MemoryInfo",
     "ModelOutputs",
@@ -101,7 +111,7 @@ PROJECT = "polysilicon"
 hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks a plugin's implementations of `polysilicon.hookspecs`."""
 
-CONTRACT_VERSION = (1, 0)
+CONTRACT_VERSION = (1, 1)
 """(major, minor). A backend built for another major or a later minor version is refused."""
 
 KV_DTYPES: dict[str, np.dtype[Any]] = {
@@ -124,7 +134,8 @@ scale = max |y| / m with the largest code m (`KV_LARGEST_CODE`) and code = y / s
 nearest even, which is read back as code * scale, turned by H for `int8`. Where that scale is below
 the least normal float32, 2^-126, it and the codes are 0; where y holds an infinity or a NaN, it is
 NaN and they are 0. Scales are f32, for 6 % of a head of 64: in float16 they would lose precision
-below 6e-5, where a head's values stay below 0.008.
+below 6e-5, where a head's values stay below 0.008. A checkpoint may bring scales of its own for
+`fp8_e4m3`, which then take the place of these (`kv_scales` of `Ops.attention`).
 """
 
 KV_LARGEST_CODE: dict[str, float] = {"int8": 127.0, "fp8_e4m3": 448.0}
@@ -176,6 +187,7 @@ class Capabilities:
     deterministic: whether results are bitwise independent of batching under `deterministic=1`.
     tree_attention: whether `Batch.tree_mask` is served.
     capture: whether programs are captured (graphs, tapes) rather than run operation by operation.
+    kv_scales: whether `Ops.attention` takes `kv_scales`; since version 1.1 of the contract.
     """
 
     compute: str
@@ -187,6 +199,7 @@ class Capabilities:
     deterministic: bool = False
     tree_attention: bool = False
     capture: bool = False
+    kv_scales: bool = False
 
     def takes(self, encoding: str) -> bool:
         """Whether a weight of this encoding is placed without being transcoded."""

@@ -52,6 +52,19 @@ class Normalization:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class KVScales:
+    """Calibrated scales of one layer's fp8 KV: for each of the Hk heads of the pool's planes, what
+    a code of 1 stands for, in its keys (k) and in its values (v). Each is a float32, finite and at
+    least the least normal one, 2^-126."""
+
+    k: tuple[float, ...]
+    v: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        assert all(2.0**-126 <= scale < 2.0**128 for scale in self.k + self.v)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AdapterRef:
     """Which linear of which adapter pool: adapters of the batch's sequences apply to it."""
 
@@ -179,6 +192,7 @@ class Ops(ABC):
         softcap: float | None = None,
         sinks: Handle | None = None,
         causal: bool = True,
+        kv_scales: KVScales | None = None,
     ) -> Value:
         """Paged attention, `[T, H * Dh]` to `[T, H * Dv]`.
 
@@ -197,6 +211,13 @@ class Ops(ABC):
         stored. Softmax in float32.
         sinks: vector `[H]`; adds `exp(sink_h)` to the denominator (arXiv 2309.17453, gpt-oss).
         A token that sees nothing gets zeros, with sinks too.
+        kv_scales: where the planes are `fp8_e4m3`, k and v are stored with these scales in place of
+        `max |y| / 448` (`polysilicon.backend.KV_DTYPES`): every token's entry in the scale planes
+        is its head's constant, so that pages are read as ever, and codes are `y / scale` in
+        float32, those beyond 448 and -448 set to these, rounded to nearest even. A vector that
+        holds an infinity or a NaN is stored as ever: its scale NaN, its codes 0. Ignored where the
+        planes are of another dtype, and without k and v. Passed only to devices that declare
+        `Capabilities.kv_scales`. Raises ValueError where they are not of the planes' heads.
         """
 
     @abstractmethod

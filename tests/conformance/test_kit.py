@@ -15,6 +15,7 @@ import pytest
 EXPECTED = {
     "attention-scale": "test_attention::test_scale",
     "window": "test_attention::test_window",
+    "kv-scales": "test_attention::test_calibrated_scales",
     "stale-page": "test_attention_pages::test_rewritten_slots",
     "bfloat16-products": "test_linear::test_bias",
     "bfloat16-residual": "test_elementwise::test_residual_stream_is_float32",
@@ -88,7 +89,13 @@ def test_sound_device_of_another_kind_passes(folder: Path) -> None:
         [""], "--polysilicon-backend=wrong:modest", "--ignore-glob=/*/test_engine*.py", "-rs"
     )
     assert finished.returncode == 0, finished.stdout
-    for words in ("no adapters", "no tree attention", "no determinism", "no encoding dense:f32"):
+    for words in (
+        "no adapters",
+        "no tree attention",
+        "no calibrated KV scales",
+        "no determinism",
+        "no encoding dense:f32",
+    ):
         assert f"declares {words}" in finished.stdout
 
 

@@ -21,6 +21,7 @@ from polysilicon.backend import (
     DeviceInfo,
     Forward,
     Handle,
+    KVScales,
     KVSpec,
     PendingOutputs,
     PendingTokens,
@@ -118,6 +119,15 @@ class WrongScale(ReferenceOps):
         return super().attention(*arguments, scale=scale * 1.02, **named)
 
 
+class OwnScales(ReferenceOps):
+    """Calibrated scales of KV are not heeded."""
+
+    def attention(
+        self, *arguments: Any, kv_scales: KVScales | None = None, **named: Any
+    ) -> Float32:
+        return super().attention(*arguments, **named)
+
+
 class HalfPrecisionProducts(ReferenceOps):
     """Products of bfloat16 inputs, though float32 was promised."""
 
@@ -159,7 +169,12 @@ class StaleSlotsPool(ReferenceKVPool):
         self._held: dict[int, set[int]] = {layer: set() for layer in spec.layers}
 
     def store(
-        self, layer: int, slots: npt.NDArray[np.int32], keys: Float32, values: Float32
+        self,
+        layer: int,
+        slots: npt.NDArray[np.int32],
+        keys: Float32,
+        values: Float32,
+        scales: KVScales | None = None,
     ) -> None:
         held, size = self._held[layer], self.spec.page_size
         rows = []
@@ -169,7 +184,7 @@ class StaleSlotsPool(ReferenceKVPool):
             if slot not in held:
                 held.add(slot)
                 rows.append(row)
-        super().store(layer, slots[rows], keys[rows], values[rows])
+        super().store(layer, slots[rows], keys[rows], values[rows], scales)
 
 
 class SlotMajorPool(ReferenceKVPool):
@@ -285,6 +300,7 @@ DEVICES: dict[str, Any] = {
     "modest": Modest,
     "attention-scale": lambda: WrongDevice(WrongScale),
     "window": WideWindow,
+    "kv-scales": lambda: WrongDevice(OwnScales),
     "stale-page": lambda: WithPool(StaleSlotsPool),
     "bfloat16-products": lambda: WrongDevice(HalfPrecisionProducts),
     "bfloat16-residual": lambda: WrongDevice(HalfPrecisionResidual),

@@ -66,6 +66,7 @@ class CPUDevice(Device):
             max_adapter_rank=256,
             deterministic=True,
             tree_attention=True,
+            kv_scales=True,
             capture=True,
         )
         self.ops = RecordingOps(Recording())

@@ -44,6 +44,24 @@ class Operand(Structure):
     _fields_ = [("buffer", c_int32), ("offset", c_int32), ("width", c_int32)]
 
 
+class Norm(Structure):
+    """The weight [width] and epsilon of an RMS norm; no weight: there is none."""
+
+    _fields_ = [("weight", c_void_p), ("eps", c_float)]
+
+
+class FusedArguments(Structure):
+    """What a product does beside: see `Fused` in native/products.h. activation: or -1."""
+
+    _fields_ = [
+        ("inner", Norm),
+        ("outer", Norm),
+        ("residual", Operand),
+        ("hidden", Operand),
+        ("activation", c_int),
+    ]
+
+
 class ScaleDescription(Structure):
     _fields_ = [
         ("numbers", c_void_p),
@@ -109,6 +127,8 @@ class AttentionParameters(Structure):
         ("sinks", c_void_p),
         ("causal", c_bool),
         ("exact", c_bool),
+        ("key_scales", c_void_p),
+        ("value_scales", c_void_p),
     ]
 
 
@@ -227,7 +247,7 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
         c_uint64,
         (c_void_p, c_void_p, c_int, POINTER(AdapterFactors), c_int),
     ),
-    "ps_kv_create": (c_void_p, (POINTER(KVLayout), c_int, _ERROR)),
+    "ps_kv_create": (c_void_p, (c_void_p, POINTER(KVLayout), c_int, _ERROR)),
     "ps_kv_destroy": (None, (c_void_p,)),
     "ps_kv_bytes": (c_size_t, (c_void_p,)),
     "ps_kv_copy": (c_uint64, (c_void_p, c_void_p, c_void_p, c_void_p, c_int)),
@@ -246,12 +266,12 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "ps_tape_buffer": (c_int, (c_void_p, c_int, c_int, c_int, c_int)),
     "ps_tape_rope_table": (c_void_p, (c_void_p, POINTER(c_double), c_int, c_float, c_bool)),
     "ps_tape_embed": (None, (c_void_p, c_void_p, Operand)),
-    "ps_tape_linear": (None, (c_void_p, Operand, c_void_p, c_void_p, Operand)),
-    "ps_tape_lora": (None, (c_void_p, Operand, c_void_p, c_int, Operand)),
-    "ps_tape_rms_norm": (
+    "ps_tape_linear": (
         None,
-        (c_void_p, Operand, Operand, c_void_p, c_float, Operand, Operand),
+        (c_void_p, Operand, POINTER(FusedArguments), c_void_p, c_void_p, Operand),
     ),
+    "ps_tape_lora": (None, (c_void_p, Operand, c_void_p, c_int, Operand)),
+    "ps_tape_rms_norm": (None, (c_void_p, Operand, Operand, Norm, Operand, Operand)),
     "ps_tape_layer_norm": (
         None,
         (c_void_p, Operand, Operand, c_void_p, c_void_p, c_float, Operand, Operand),
@@ -260,10 +280,6 @@ _FUNCTIONS: dict[str, tuple[object, tuple[object, ...]]] = {
     "ps_tape_scale": (None, (c_void_p, Operand, c_float, Operand)),
     "ps_tape_softcap": (None, (c_void_p, Operand, c_float, Operand)),
     "ps_tape_rope": (None, (c_void_p, Operand, c_void_p, c_int, Operand)),
-    "ps_tape_gated_linear": (
-        None,
-        (c_void_p, Operand, Operand, c_int, c_void_p, c_void_p, Operand),
-    ),
     "ps_tape_gated_act": (None, (c_void_p, Operand, Operand, c_int, Operand)),
     "ps_tape_copy": (None, (c_void_p, Operand, Operand)),
     "ps_tape_select": (None, (c_void_p, Operand, Operand)),

@@ -55,7 +55,9 @@ class CPUKVPool(KVPool):
             value=library.KVPlane(dim=value.dim, storage=_STORAGES[value.dtype]),
         )
         error = library.ErrorText()
-        pointer = library.load().ps_kv_create(ctypes.byref(layout), pages, ctypes.byref(error))
+        pointer = library.load().ps_kv_create(
+            device.open_pointer(), ctypes.byref(layout), pages, ctypes.byref(error)
+        )
         if not pointer:
             library.raise_error(error)
         self._pointer: int | None = pointer

@@ -19,12 +19,64 @@ Emit = Callable[[ctypes.CDLL, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Gated:
-    """gated_act(gate, up) as one of a forward's values. kind: its native number."""
+class Normed:
+    """The RMS norm of x, or of `x + residual`, which goes to `hidden`. index: of the op."""
 
+    index: int
+    x: Value
+    residual: Value | None
+    hidden: Value | None
+    norm: library.Norm
+    out: Value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Gated:
+    """gated_act(gate, up). index: of the op. kind: its native number."""
+
+    index: int
     gate: Value
     up: Value
     kind: int
+    out: Value
+
+
+@dataclasses.dataclass(kw_only=True, eq=False)
+class Product:
+    """A product of all of a value's columns; parts: the widths of its outputs. The ops before and
+    after it that it does itself: a norm, the norm of what that adds to the residual stream, and a
+    gated activation of its two parts."""
+
+    index: int
+    x: Value
+    out: Value
+    parts: tuple[int, ...]
+    inner: Normed | None = None
+    normed: Normed | None = None
+    gated: Gated | None = None
+
+    def fused(self) -> library.FusedArguments | None:
+        """For the native op, which reads `source` and writes `target`; None: nothing is fused."""
+        inner, normed, gated = self.inner, self.normed, self.gated
+        if normed is None and gated is None:
+            return None
+        nothing = library.Norm()
+        return library.FusedArguments(
+            inner=nothing if inner is None else inner.norm,
+            outer=nothing if normed is None else normed.norm,
+            residual=operand(None if normed is None else normed.residual),
+            hidden=operand(None if normed is None else normed.hidden),
+            activation=-1 if gated is None else gated.kind,
+        )
+
+    @property
+    def source(self) -> Value:
+        first = self.inner or self.normed
+        return self.x if first is None else first.x
+
+    @property
+    def target(self) -> Value:
+        return self.out if self.gated is None else self.gated.out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,9 +103,10 @@ class Recording:
         self._emits: list[Emit] = []
         self._buffers: list[Buffer] = []
         self._ropes: dict[Rope, int] = {}
-        self._gated: dict[Buffer, Gated] = {}
-        self._products: list[tuple[int, Value]] = []
-        self._fused: dict[Buffer, Gated] = {}
+        self._norms: dict[Buffer, Normed] = {}
+        self._gates: dict[Buffer, Gated] = {}
+        self._products: list[Product] = []
+        self._fused: set[int] = set()
 
     def trace(self, forward: Forward, ops: Ops, hidden: Sequence[int]) -> None:
         """Call a forward with ops that record here."""
@@ -96,19 +149,36 @@ class Recording:
                 value.buffer.uses += 1
         self._emits.append(emit)
 
-    def add_gated(self, emit: Emit, gated: Gated, out: Value) -> None:
-        """Record a gated activation; `fused` says whether the product that reads it computes it."""
-        self._gated[out.buffer] = gated
-        self.add(emit, gated.gate, gated.up, out)
+    def add_norm(
+        self,
+        emit: Emit,
+        x: Value,
+        residual: Value | None,
+        hidden: Value | None,
+        norm: library.Norm,
+        out: Value,
+    ) -> None:
+        """Record an RMS norm, which the product that reads it may do instead."""
+        self._norms[out.buffer] = Normed(
+            index=len(self._emits), x=x, residual=residual, hidden=hidden, norm=norm, out=out
+        )
+        self.add(emit, x, residual, hidden, out)
 
-    def add_product(self, emit: Emit, value: Value, out: Value) -> None:
-        """Record a product of all of a value's columns."""
-        self._products.append((len(self._emits), value))
-        self.add(emit, value, out)
+    def add_gated(self, emit: Emit, gate: Value, up: Value, kind: int, out: Value) -> None:
+        """Record a gated activation, which the product that makes its inputs may do instead."""
+        self._gates[gate.buffer] = Gated(
+            index=len(self._emits), gate=gate, up=up, kind=kind, out=out
+        )
+        self.add(emit, gate, up, out)
 
-    def fused(self, value: Value) -> Gated | None:
-        """What a value is computed of by the only op that reads it, a product."""
-        return self._fused.get(value.buffer)
+    def add_product(
+        self, emit: Callable[[ctypes.CDLL, int, Product], None], x: Value, out: Value,
+        parts: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        """Record a product of all of a value's columns; `emit` gets it with what it does beside."""
+        product = Product(index=len(self._emits), x=x, out=out, parts=parts)
+        self._products.append(product)
+        self.add(lambda native, tape: emit(native, tape, product), x, out)
 
     def rope_table(self, rope: Rope) -> Callable[[ctypes.CDLL, int], int]:
         """Makes or finds the native table of a rope."""
@@ -126,20 +196,57 @@ class Recording:
     def emit(self, native: ctypes.CDLL, tape: int) -> None:
         """Write everything to a native tape."""
         self._number_buffers(native, tape)
-        for emit in self._emits:
-            emit(native, tape)
+        for index, emit in enumerate(self._emits):
+            if index not in self._fused:
+                emit(native, tape)
 
     def _fuse(self) -> None:
-        """Leave gated activations that one product alone reads to that product."""
-        for index, value in self._products:
-            buffer = value.buffer
-            gated = self._gated.get(buffer)
-            if gated is None or buffer.uses != 2 or buffer.output is not None:
-                continue
-            self._fused[buffer] = gated
-            self._buffers.remove(buffer)
-            for source in (gated.gate, gated.up):
-                source.buffer.last_use = max(source.buffer.last_use, index)
+        """Leave ops to the products beside them, where nothing else needs their results."""
+        for product in self._products:
+            self._fuse_norms(product)
+            self._fuse_gated(product)
+
+    def _fuse_norms(self, product: Product) -> None:
+        normed = self._norms.get(product.x.buffer)
+        if normed is None or normed.index + 1 != product.index or not _read_once(normed.out):
+            return
+        product.normed = normed
+        self._drop(normed.index, normed.out)
+        if normed.hidden is not None:
+            normed.hidden.buffer.born = product.index
+        inner = self._norms.get(normed.x.buffer)
+        if (
+            inner is not None
+            and inner.residual is None
+            and inner.index + 1 == normed.index
+            and _read_once(inner.out)
+        ):
+            product.inner = inner
+            self._drop(inner.index, inner.out)
+        for read in (product.source, normed.residual):
+            if read is not None:
+                read.buffer.last_use = max(read.buffer.last_use, product.index)
+
+    def _fuse_gated(self, product: Product) -> None:
+        out = product.out
+        gated = self._gates.get(out.buffer)
+        if gated is None or gated.index != product.index + 1 or out.buffer.uses != 3:
+            return
+        halves = [(value.buffer, value.offset, value.width) for value in (gated.gate, gated.up)]
+        width = out.width // 2
+        if (
+            product.parts == (width, width)
+            and halves == [(out.buffer, 0, width), (out.buffer, width, width)]
+            and out.buffer.output is None
+        ):
+            product.gated = gated
+            self._drop(gated.index, out)
+            gated.out.buffer.born = product.index
+
+    def _drop(self, index: int, value: Value) -> None:
+        """An op is done by a product, and a value is not needed any more."""
+        self._fused.add(index)
+        self._buffers.remove(value.buffer)
 
     def _number_buffers(self, native: ctypes.CDLL, tape: int) -> None:
         """Give buffers memory that others have done with: a linear scan over their lifetimes.
@@ -178,6 +285,11 @@ class Recording:
             value,
             target,
         )
+
+
+def _read_once(value: Value) -> bool:
+    """Whether one op writes a value, one reads it, and no step gives it back."""
+    return value.buffer.uses == 2 and value.buffer.output is None
 
 
 def operand(value: Value | None) -> library.Operand:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from polysilicon.backend import (
     AdapterRef,
     Batch,
     Handle,
     KVPool,
+    KVScales,
     Normalization,
     Ops,
+    Plane,
     Rope,
     Routing,
 )
@@ -19,7 +24,7 @@ from polysilicon_cpu import library
 from polysilicon_cpu.arrays import address
 from polysilicon_cpu.handles import MatrixHandle, matrix_of, vector_of
 from polysilicon_cpu.pools import CPUAdapterPool, CPUKVPool
-from polysilicon_cpu.recording import Gated, Recording, operand
+from polysilicon_cpu.recording import Product, Recording, operand
 from polysilicon_cpu.symbols import Value
 
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "swiglu_oai": 4}
@@ -60,19 +65,14 @@ class RecordingOps(Ops):
         out = self._new(outputs, value)
         self._keep(matrix)
 
-        def emit(native: ctypes.CDLL, tape: int) -> None:
-            gated = self._tape.fused(value)
-            if gated is None:
-                native.ps_tape_linear(
-                    tape, operand(value), matrix.pointer, bias_address, operand(out)
-                )
-            else:
-                native.ps_tape_gated_linear(
-                    tape, operand(gated.gate), operand(gated.up), gated.kind, matrix.pointer,
-                    bias_address, operand(out),
-                )  # fmt: skip
+        def emit(native: ctypes.CDLL, tape: int, product: Product) -> None:
+            fused = product.fused()
+            native.ps_tape_linear(
+                tape, operand(product.source), fused and ctypes.byref(fused), matrix.pointer,
+                bias_address, operand(product.target),
+            )  # fmt: skip
 
-        self._tape.add_product(emit, value, out)
+        self._tape.add_product(emit, value, out, matrix.parts)
         if adapters is not None:
             if batch is None:
                 raise ValueError("linear needs the batch to apply adapters")
@@ -83,13 +83,12 @@ class RecordingOps(Ops):
         self, x: Any, weight: Handle, *, eps: float, residual: Any | None = None
     ) -> tuple[Value, Value]:
         value, other, hidden, out = self._norm(x, residual)
-        scales = self._vector(weight, "rms_norm's weight", value.width)
-        self._tape.add(
+        norm = library.Norm(self._vector(weight, "rms_norm's weight", value.width), eps)
+        self._tape.add_norm(
             lambda native, tape: native.ps_tape_rms_norm(
-                tape, operand(value), operand(other), scales, eps,
-                operand(hidden), operand(out),
+                tape, operand(value), operand(other), norm, operand(hidden), operand(out)
             ),
-            value, other, hidden, out,
+            value, other, hidden, norm, out,
         )  # fmt: skip
         return out, value if hidden is None else hidden
 
@@ -155,16 +154,14 @@ class RecordingOps(Ops):
     def gated_act(self, gate: Any, up: Any, kind: str) -> Value:
         first, second = self._own(gate, "gated_act's gate"), self._own(up, "gated_act's up")
         self._same("gated_act", first, second)
-        gated = Gated(gate=first, up=second, kind=_number(_ACTIVATIONS, kind, "activation"))
+        number = _number(_ACTIVATIONS, kind, "activation")
         out = self._new(first.width, first)
-
-        def emit(native: ctypes.CDLL, tape: int) -> None:
-            if self._tape.fused(out) is None:
-                native.ps_tape_gated_act(
-                    tape, operand(first), operand(second), gated.kind, operand(out)
-                )
-
-        self._tape.add_gated(emit, gated, out)
+        self._tape.add_gated(
+            lambda native, tape: native.ps_tape_gated_act(
+                tape, operand(first), operand(second), number, operand(out)
+            ),
+            first, second, number, out,
+        )  # fmt: skip
         return out
 
     def attention(
@@ -184,6 +181,7 @@ class RecordingOps(Ops):
         softcap: float | None = None,
         sinks: Handle | None = None,
         causal: bool = True,
+        kv_scales: KVScales | None = None,
     ) -> Value:
         if not isinstance(pool, CPUKVPool):
             raise ValueError("attention's pool is not one of this device")
@@ -218,6 +216,8 @@ class RecordingOps(Ops):
             sinks=self._vector(sinks, "attention's sinks", heads),
             causal=causal,
             exact=self._tape.exact,
+            key_scales=kv_scales and self._kv_scales(key, kv_scales.k),
+            value_scales=kv_scales and self._kv_scales(value, kv_scales.v),
         )
         place = pool.layer_place(layer)
         if pool not in self._tape.pools:
@@ -404,6 +404,15 @@ class RecordingOps(Ops):
 
     def _head_norm(self, norm: Normalization | None, what: str, size: int) -> int | None:
         return None if norm is None else self._vector(norm.weight, f"attention's {what}", size)
+
+    def _kv_scales(self, plane: Plane, scales: Sequence[float]) -> int | None:
+        if plane.dtype != "fp8_e4m3":
+            return None
+        if len(scales) != plane.heads:
+            raise ValueError(f"attention's {plane.name} has {plane.heads} heads, not {len(scales)}")
+        values = np.array(scales, np.float32)
+        self._keep(values)
+        return address(values)
 
     def _bias_matrix(self, handle: Handle | None, what: str, rows: int, width: int) -> int | None:
         if handle is None:

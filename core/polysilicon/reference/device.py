@@ -52,6 +52,7 @@ class ReferenceDevice(Device):
             adapters=256,
             max_adapter_rank=256,
             tree_attention=True,
+            kv_scales=True,
         )
         self.ops = ReferenceOps()
         self.closed = False

@@ -13,6 +13,7 @@ from polysilicon.backend import (
     Batch,
     Handle,
     KVPool,
+    KVScales,
     Normalization,
     Ops,
     Rope,
@@ -126,6 +127,7 @@ class ReferenceOps(Ops):
         softcap: float | None = None,
         sinks: Handle | None = None,
         causal: bool = True,
+        kv_scales: KVScales | None = None,
     ) -> Float32:
         assert isinstance(pool, ReferenceKVPool)
         if (k is None) != (v is None):
@@ -134,7 +136,8 @@ class ReferenceOps(Ops):
         if k is not None and v is not None:
             key_heads, value_heads = (pool.plane(name, layer).shape[1] for name in ("k", "v"))
             keys = _prepare(_by_head(k, key_heads), batch, rope, k_norm)
-            pool.store(layer, batch.slots[pool.spec.group], keys, _by_head(v, value_heads))
+            slots = batch.slots[pool.spec.group]
+            pool.store(layer, slots, keys, _by_head(v, value_heads), kv_scales)
         output = paged_attention(
             queries,
             batch=batch,

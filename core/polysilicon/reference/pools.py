@@ -17,6 +17,7 @@ from polysilicon.backend import (
     AdapterWeights,
     DeviceError,
     KVPool,
+    KVScales,
     KVSpec,
 )
 from polysilicon.device_checks import (
@@ -57,16 +58,25 @@ def turn(values: Float32) -> Float32:
     return turned.reshape(values.shape)
 
 
-def quantize(values: Float32, dtype: str) -> tuple[Array, Float32]:
-    """Codes `[..., dim]` and scales `[..., 1]` of vectors, by the rule of `KV_DTYPES`."""
+def quantize(
+    values: Float32, dtype: str, calibrated: Float32 | None = None
+) -> tuple[Array, Float32]:
+    """Codes `[..., heads, dim]` and scales `[..., heads, 1]` of vectors, by the rule of
+    `KV_DTYPES`; calibrated: the scales `[heads, 1]` of `fp8_e4m3` that take their place."""
     if dtype == "int8":
         values = turn(values)
-    scale = np.abs(values).max(axis=-1, keepdims=True) / np.float32(KV_LARGEST_CODE[dtype])
+    largest = np.float32(KV_LARGEST_CODE[dtype])
+    scale = np.abs(values).max(axis=-1, keepdims=True) / largest
     scale[scale < np.finfo(np.float32).smallest_normal] = 0
+    if calibrated is not None:
+        scale = np.where(np.isfinite(scale), calibrated, scale)
     scale[~np.isfinite(scale)] = np.nan
-    quotients = np.divide(values, scale, out=np.zeros_like(values), where=scale > 0)
+    with np.errstate(over="ignore"):  # by a calibrated scale, of a value that saturates anyway
+        quotients = np.divide(values, scale, out=np.zeros_like(values), where=scale > 0)
     if dtype == "int8":
         np.rint(quotients, out=quotients)
+    else:
+        np.clip(quotients, -largest, largest, out=quotients)
     return quotients.astype(KV_DTYPES[dtype]), scale
 
 
@@ -99,14 +109,27 @@ class ReferenceKVPool(KVPool):
         return array
 
     def store(
-        self, layer: int, slots: npt.NDArray[np.int32], keys: Float32, values: Float32
+        self,
+        layer: int,
+        slots: npt.NDArray[np.int32],
+        keys: Float32,
+        values: Float32,
+        scales: KVScales | None = None,
     ) -> None:
         """Write the K and V `[T, heads, dim]` of one layer at slots `[T]`, rounded to the dtype."""
         check_indexes("slots", slots, self.slots)
         for name, rows in (("k", keys), ("v", values)):
             plane, dtype = self.plane(name, layer), self._dtypes[name]
             if dtype in KV_LARGEST_CODE:
-                plane[slots], self.plane(f"{name}_scale", layer)[slots] = quantize(rows, dtype)
+                calibrated = None
+                if dtype == "fp8_e4m3" and scales is not None:
+                    calibrated = np.array(getattr(scales, name), np.float32)[:, None]
+                    if len(calibrated) != rows.shape[1]:
+                        raise ValueError(
+                            f"{len(calibrated)} scales of {name} for {rows.shape[1]} heads"
+                        )
+                codes, scale = quantize(rows, dtype, calibrated)
+                plane[slots], self.plane(f"{name}_scale", layer)[slots] = codes, scale
             else:
                 plane[slots] = rows
 

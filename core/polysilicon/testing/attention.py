@@ -15,6 +15,7 @@ from polysilicon.backend import (
     KV_DTYPES,
     KV_LARGEST_CODE,
     Batch,
+    KVScales,
     KVSpec,
     Normalization,
     Ops,
@@ -51,6 +52,7 @@ class AttentionCase:
     q_norm: bool = False
     k_norm: bool = False
     kv_dtype: str | None = None
+    kv_scales: KVScales | None = None
     page_size: int | None = None
 
 
@@ -159,6 +161,7 @@ class AttentionBench:
             softcap=case.softcap,
             sinks=self.sinks if case.sinks else None,
             causal=case.causal,
+            **({} if case.kv_scales is None else {"kv_scales": case.kv_scales}),
         )
 
     def batch(self, extensions: Sequence[Extension]) -> Batch:
@@ -228,13 +231,15 @@ class AttentionBench:
             self.k_values, context.tokens, context.positions, self.case.key_heads,
             self.k_norm_values if self.case.k_norm else None,
         )  # fmt: skip
-        return oracles.stored(keys, self.kv_dtype)
+        scales = self.case.kv_scales
+        return oracles.stored(keys, self.kv_dtype, None if scales is None else scales.k)
 
     def stored_values(self, context: Context) -> Float64:
         """`[C, Hk, Dv]`: rounded to the KV dtype."""
         rows = self.v_values[context.tokens]
         values = rows.reshape(-1, self.case.key_heads, self.value_dim)
-        return oracles.stored(values, self.kv_dtype)
+        scales = self.case.kv_scales
+        return oracles.stored(values, self.kv_dtype, None if scales is None else scales.v)
 
     def _prepared(
         self,
@@ -280,6 +285,11 @@ class AttentionBench:
         if dtype != KV_DTYPES[self.kv_dtype]:
             return np.full(size, _GARBAGE / largest, dtype)
         return self.kit.rng.choice(np.array([-largest, largest], np.float32), size).astype(dtype)
+
+
+def skip_without_kv_scales(kit: Kit) -> None:
+    if not kit.capabilities.kv_scales:
+        pytest.skip("declares no calibrated KV scales")
 
 
 def skip_without_tree_attention(kit: Kit) -> None:

@@ -45,16 +45,21 @@ def angle_error(position: int) -> float:
     return position * 2.0**-23
 
 
-def stored(values: Float64, kv_dtype: str) -> Float64:
-    """Keys or values `[..., dim]` as a KV pool of this dtype gives them back."""
+def stored(values: Float64, kv_dtype: str, calibrated: Sequence[float] | None = None) -> Float64:
+    """Keys or values `[..., heads, dim]` as a KV pool of this dtype gives them back; calibrated:
+    the scales of the heads, which only `fp8_e4m3` heeds."""
     dtype = KV_DTYPES[kv_dtype]
     if kv_dtype not in KV_LARGEST_CODE:
         return values.astype(np.float32).astype(dtype).astype(np.float64)
     dim = values.shape[-1]
     turn = hadamard(dim) if kv_dtype == "int8" else np.eye(dim)
     turned = values.astype(np.float32) @ turn
-    scale = np.abs(turned).max(axis=-1, keepdims=True) / KV_LARGEST_CODE[kv_dtype]
+    largest = KV_LARGEST_CODE[kv_dtype]
+    scale = np.abs(turned).max(axis=-1, keepdims=True) / largest
+    if calibrated is not None and kv_dtype == "fp8_e4m3":
+        scale = np.broadcast_to(np.array(calibrated)[:, None], scale.shape)
     codes = np.where(scale >= 2.0**-126, turned, 0) / np.where(scale >= 2.0**-126, scale, 1)
+    codes = np.clip(codes, -largest, largest)
     codes = np.round(codes) if kv_dtype == "int8" else codes.astype(dtype).astype(np.float64)
     return np.asarray(codes * scale @ turn)
 

@@ -11,7 +11,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from polysilicon.backend import KV_LARGEST_CODE, Batch, DeviceError, KVSpec, Plane, kv_planes
+from polysilicon.backend import (
+    KV_LARGEST_CODE,
+    Batch,
+    DeviceError,
+    KVScales,
+    KVSpec,
+    Plane,
+    kv_planes,
+)
 from polysilicon.config import Config
 from polysilicon.engine.loading import load
 from polysilicon.plan.kv import plan_pages
@@ -161,7 +169,8 @@ def test_page_sizes_that_do_not_work(device: CPUDevice, page_size: int) -> None:
 @pytest.mark.parametrize("dtype", list(KV_LARGEST_CODE))
 @pytest.mark.parametrize("level", [name for name in levels.built() if levels.failure(name) is None])
 def test_codes_are_those_of_the_contract(level: str, dtype: str) -> None:
-    """Of values of every size, ties among them; infinities and NaN; and of zeros."""
+    """Of values of every size, ties among them; infinities and NaN; and of zeros. Of fp8 with
+    calibrated scales too."""
     rng = np.random.default_rng()
     count, dim = 200, 64
     planes = kv_planes(heads=1, key_dim=dim, value_dim=dim, dtype=dtype)
@@ -180,15 +189,21 @@ def test_codes_are_those_of_the_contract(level: str, dtype: str) -> None:
     slots = np.arange(16, 16 + count, dtype=np.int32)
     pages = count // 16 + 3
     pool, reference = CPUKVPool(device, spec, pages), ReferenceKVPool(spec, pages)
-    with np.errstate(invalid="ignore"):
-        reference.store(0, slots, x, x)
     flat = x.reshape(count, dim)
-    Attention(device, pool, heads=1, scale=1.0)(flat, flat, flat, batch_of(count, slots), 0)
-    found = np.zeros((2, pages, 1, spec.block_bytes), np.uint8)
-    for into, each in zip(found, (pool, reference), strict=True):
-        each.read(range(pages), into).result()
+    calibrated = [
+        KVScales(k=(scale,), v=(scale * 1.25,))
+        for scale in (2.0**-126, *rng.uniform(0.001, 1, 3), 2.0 ** rng.integers(-60, 40))
+    ]
+    for scales in (None, *calibrated) if dtype == "fp8_e4m3" else (None,):
+        with np.errstate(invalid="ignore"):
+            reference.store(0, slots, x, x, scales)
+        attention = Attention(device, pool, heads=1, scale=1.0, kv_scales=scales)
+        attention(flat, flat, flat, batch_of(count, slots), 0)
+        found = np.zeros((2, pages, 1, spec.block_bytes), np.uint8)
+        for into, each in zip(found, (pool, reference), strict=True):
+            each.read(range(pages), into).result()
+        assert np.array_equal(found[0], found[1])
     device.close()
-    assert np.array_equal(found[0], found[1])
 
 
 def batch_of(count: int, slots: npt.NDArray[np.int32]) -> Batch:

@@ -125,10 +125,10 @@ def test_values_that_are_read_late_are_kept(device, table):
 
 
 @pytest.mark.parametrize("count", [1, 4, 5, 40])
-@pytest.mark.parametrize("used", ["once", "by two products", "as an output", "twice in one op"])
-def test_a_gated_activation_and_the_products_that_read_it(capsys, rng, count, used):
-    """A product that alone reads a gated activation computes it: op and value are gone then."""
-    weights = [rng.standard_normal(shape).astype(np.float32) for shape in ((48, 24), (24, 24))]
+@pytest.mark.parametrize("used", ["once", "by two", "as an output", "gate too", "swapped"])
+def test_a_gated_activation_and_the_product_before_it(capsys, rng, count, used):
+    """A product whose two parts a gated activation alone reads computes that."""
+    weights = [rng.standard_normal(shape).astype(np.float32) for shape in ((80, 24), (24, 40))]
     values = rng.standard_normal((40, 24)).astype(np.float32)
     device = CPUBackend().open(0, {"activations": "f32", "threads": "2", "profile": "1"})
     table, both = put(device, values), device.put([Dense(array=w) for w in np.split(weights[0], 2)])
@@ -136,12 +136,11 @@ def test_a_gated_activation_and_the_products_that_read_it(capsys, rng, count, us
 
     def forward(ops, batch):
         x = ops.embed(table, batch.tokens)
-        gated = ops.gated_act(*ops.linear(x, both), "silu")
-        if used == "twice in one op":
-            gated = ops.gated_act(gated, gated, "relu")
+        gate, up = ops.linear(x, both)
+        gated = ops.gated_act(*((up, gate) if used == "swapped" else (gate, up)), "silu")
         (y,) = ops.linear(gated, down)
-        if used == "by two products":
-            y = ops.add(y, *ops.linear(gated, down))
+        if used in ("by two", "gate too"):
+            y = ops.add(y, *ops.linear(gate if used == "gate too" else gated, down))
         hidden = [gated] if used == "as an output" else []
         return ModelOutputs(logits=ops.select(ops.add(x, y), batch.logit_rows), hidden=hidden)
 
@@ -151,17 +150,77 @@ def test_a_gated_activation_and_the_products_that_read_it(capsys, rng, count, us
     outputs = program(rows(tokens), None).result()
     x = values[tokens].astype(np.float64)
     gate, up = np.split(x @ weights[0].T, 2, axis=1)
+    if used == "swapped":
+        gate, up = up, gate
     gated = gate / (1 + np.exp(-gate)) * up
     if hidden:
         np.testing.assert_allclose(outputs.hidden[0], gated, rtol=1e-4, atol=1e-4)
-    if used == "twice in one op":
-        gated = np.maximum(gated, 0) * gated
-    expected = x + gated @ weights[1].T * (2 if used == "by two products" else 1)
+    read = {"by two": 2 * gated, "gate too": gated + gate}.get(used, gated)
+    expected = x + read @ weights[1].T
     np.testing.assert_allclose(
         outputs.logits, expected, rtol=1e-4, atol=1e-5 * np.abs(expected).max()
     )
     device.close()
-    assert ("gated_linear" in capsys.readouterr().err) == (used in ("once", "twice in one op"))
+    ops = {line.split()[0] for line in capsys.readouterr().err.splitlines()}
+    assert ("gated_act" in ops, "gated" in ops) == (
+        (True, False) if used in ("gate too", "swapped") else (False, True)
+    )
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 40])
+@pytest.mark.parametrize("used", ["once", "by two", "as an output", "sums too", "apart"])
+def test_norms_and_the_product_behind_them(capsys, rng, count, used):
+    """A product that alone reads a norm computes it, with the sum that it makes of the residual
+    stream, and with the norm of what is added."""
+    weight = rng.standard_normal((24, 24)).astype(np.float32)
+    values = rng.standard_normal((40, 24)).astype(np.float32)
+    scales = rng.standard_normal((2, 24)).astype(np.float32)
+    device = CPUBackend().open(0, {"activations": "f32", "threads": "2", "profile": "1"})
+    table, matrix = put(device, values), put(device, weight)
+    first, second = (put(device, row) for row in scales)
+
+    def forward(ops, batch):
+        residual = ops.embed(table, batch.tokens)
+        x = residual
+        sums, normed = [], []
+        for _ in range(3):
+            x, _ = ops.rms_norm(ops.scale(x, 1.5), first, eps=1e-5)
+            if used == "apart":
+                x = ops.add(x, x)
+            x, residual = ops.rms_norm(x, second, eps=1e-3, residual=residual)
+            sums.append(residual)
+            normed.append(x)
+            (y,) = ops.linear(x, matrix)
+            x = ops.add(y, x) if used == "by two" else y
+        hidden = {"as an output": normed, "sums too": sums}.get(used, [])
+        total = ops.add(x, residual)
+        return ModelOutputs(logits=ops.select(total, batch.logit_rows), hidden=hidden)
+
+    def norm(x, weight, eps):
+        return x / np.sqrt((x * x).mean(axis=1, keepdims=True) + eps) * weight
+
+    hidden = (0, 1, 2) if used in ("as an output", "sums too") else ()
+    program = device.compile(forward, hidden=hidden)
+    tokens = np.arange(count) % 40
+    outputs = program(rows(tokens), None).result()
+    residual = values[tokens].astype(np.float64)
+    x = residual
+    for layer in range(3):
+        x = norm(1.5 * x, scales[0], 1e-5)
+        residual = residual + (2 * x if used == "apart" else x)
+        normed = norm(residual, scales[1], 1e-3)
+        if hidden:
+            expected = residual if used == "sums too" else normed
+            np.testing.assert_allclose(outputs.hidden[layer], expected, rtol=1e-3, atol=1e-3)
+        x = normed @ weight.T + (normed if used == "by two" else 0)
+    expected = x + residual
+    np.testing.assert_allclose(
+        outputs.logits, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max()
+    )
+    device.close()
+    ops = {line.split()[0] for line in capsys.readouterr().err.splitlines()}
+    assert "normed" in ops or used in ("by two", "as an output")
+    assert ("rms_norm" in ops) == (used in ("by two", "as an output", "apart"))
 
 
 def test_one_value_as_several_outputs(device, table):

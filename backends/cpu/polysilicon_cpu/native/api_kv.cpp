@@ -5,8 +5,12 @@
 
 using namespace polysilicon;
 
-PS_API KVPool* ps_kv_create(const KVLayout* layout, int pages, ErrorText* error) {
-  return guarded<KVPool*>(error, nullptr, [&] { return new KVPool(*layout, pages); });
+PS_API KVPool* ps_kv_create(Device* device, const KVLayout* layout, int pages, ErrorText* error) {
+  return guarded<KVPool*>(error, nullptr, [&] {
+    auto pool = std::make_unique<KVPool>(*layout, pages);
+    device->queue.when_idle(pool->memory());
+    return pool.release();
+  });
 }
 
 // Nothing that was submitted may still use it.

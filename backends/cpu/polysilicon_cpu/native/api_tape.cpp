@@ -77,21 +77,32 @@ PS_API void ps_tape_embed(Tape* tape, const Weight* table, Operand out) {
   });
 }
 
-PS_API void ps_tape_linear(Tape* tape, Operand x, const Weight* weight, const float* bias,
-                           Operand out) {
-  record(tape, "linear", [=](Context& context, const Step& step) {
-    const View input = step.view(x), output = step.view(out);
-    linear(context, *weight, input.data, input.stride, input.rows, output.data, output.stride,
-           bias);
-  });
-}
+// What is fused to a product; see Fused.
+struct FusedArguments {
+  Fused::Norm inner, outer;
+  Operand residual, hidden;
+  int activation;  // or -1
+};
 
-PS_API void ps_tape_gated_linear(Tape* tape, Operand gate, Operand up, int kind,
-                                 const Weight* weight, const float* bias, Operand out) {
-  record(tape, "gated_linear", [=](Context& context, const Step& step) {
+// fused: null where nothing is.
+PS_API void ps_tape_linear(Tape* tape, Operand x, const FusedArguments* fused,
+                           const Weight* weight, const float* bias, Operand out) {
+  if (fused == nullptr) {
+    record(tape, "linear", [=](Context& context, const Step& step) {
+      const View input = step.view(x), output = step.view(out);
+      linear(context, *weight, input.data, input.stride, input.rows, output.data, output.stride,
+             bias);
+    });
+    return;
+  }
+  const bool gated = fused->activation >= 0, normed = fused->outer.weight != nullptr;
+  const char* name = normed ? gated ? "normed gated" : "normed" : "gated";
+  record(tape, name, [=, given = *fused](Context& context, const Step& step) {
     const View output = step.view(out);
-    gated_linear(context, *weight, static_cast<Activation>(kind), step.view(gate), step.view(up),
-                 output.data, output.stride, bias);
+    const Fused parts{given.inner, given.outer, optional(step, given.residual),
+                      optional(step, given.hidden), gated,
+                      static_cast<Activation>(given.activation)};
+    fused_linear(context, *weight, step.view(x), parts, output.data, output.stride, bias);
   });
 }
 
@@ -112,11 +123,11 @@ PS_API void ps_tape_lora(Tape* tape, Operand x, const AdapterPool* pool, int tar
   });
 }
 
-PS_API void ps_tape_rms_norm(Tape* tape, Operand x, Operand residual, const float* weight,
-                             float eps, Operand hidden, Operand out) {
+PS_API void ps_tape_rms_norm(Tape* tape, Operand x, Operand residual, Fused::Norm norm,
+                             Operand hidden, Operand out) {
   record(tape, "rms_norm", [=](Context& context, const Step& step) {
-    rms_norm(context, step.view(x), optional(step, residual), weight, eps, optional(step, hidden),
-             step.view(out));
+    rms_norm(context, step.view(x), optional(step, residual), norm.weight, norm.eps,
+             optional(step, hidden), step.view(out));
   });
 }
 

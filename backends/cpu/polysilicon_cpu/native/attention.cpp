@@ -18,6 +18,10 @@ constexpr int kStoredTokens = 8;   // of one task
 constexpr float kLog2E = 1.44269504088896341f;
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
+float scale_of(const float* calibrated, int head) {
+  return calibrated == nullptr ? 0.0f : calibrated[head];
+}
+
 int padded(int value, int multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // Keys of consecutive units.
@@ -122,6 +126,7 @@ void Attention::prepare(const float* x, int token, const float* norm, float eps,
 void Attention::store(const View& k, const View& v) {
   const int tokens = batch_.query_start[batch_.sequence_count];
   const std::int32_t* slots = batch_.groups[layout_.group].slots;
+  if (layer_ == 0) pool_.use(slots, tokens);
   context_.reserve(sizeof(float) * std::max(layout_.key.dim, layout_.value.dim));
   context_.parallel((tokens + kStoredTokens - 1) / kStoredTokens, [&](int task, int thread) {
     float* vector = context_.scratch<float>(thread);
@@ -132,13 +137,15 @@ void Attention::store(const View& k, const View& v) {
         std::uint8_t* unit = pool_.unit(layer_, slots[token], head, &offset);
         prepare(k.row(token) + head * layout_.key.dim, token, parameters_.k_norm,
                 parameters_.k_eps, vector);
-        kernels_.store_key(layout_.key.storage, vector, layout_.key.dim, offset, unit);
+        kernels_.store_key(layout_.key.storage, vector, layout_.key.dim,
+                           scale_of(parameters_.key_scales, head), offset, unit);
         const float* value = v.row(token) + head * layout_.value.dim;
         if (layout_.value.storage == Storage::kI8) {
           kernels_.turn(value, layout_.value.dim, vector);
           value = vector;
         }
-        kernels_.store_value(layout_.value.storage, value, layout_.value.dim, width_, offset,
+        kernels_.store_value(layout_.value.storage, value, layout_.value.dim, width_,
+                             scale_of(parameters_.value_scales, head), offset,
                              unit + pool_.key_bytes());
       }
     }

@@ -22,6 +22,8 @@ struct AttentionParameters {
   // Products of float32 even where pairs of bf16 would be faster: results are then bitwise the same
   // in every batch.
   bool exact = false;
+  const float* key_scales = nullptr;    // calibrated, of fp8 planes: [Hk], or null
+  const float* value_scales = nullptr;
 };
 
 // Throws Error where a step's page tables, slots or lengths do not fit the pool. Once a step.

@@ -9,7 +9,7 @@ from ctypes import POINTER, c_bool, c_float, c_int, c_void_p
 
 import numpy as np
 
-from polysilicon.backend import Batch, Rope
+from polysilicon.backend import Batch, KVScales, Rope
 from polysilicon_cpu import library
 from polysilicon_cpu.arrays import Array, Float32, address
 from polysilicon_cpu.device import CPUDevice
@@ -53,11 +53,12 @@ class Attention:
         sinks: Float32 | None = None,
         causal: bool = True,
         exact: bool = False,
+        kv_scales: KVScales | None = None,
     ) -> None:
         self._device = device
         self._pool = pool
         self._heads = heads
-        self._kept = (q_norm, k_norm, sinks)
+        self._kept: tuple[object, ...] = (q_norm, k_norm, sinks)
         self._rope = rope
         self._parameters = library.AttentionParameters(
             heads=heads, scale=scale, softcap=softcap or 0, causal=causal, exact=exact
@@ -68,6 +69,11 @@ class Attention:
             self._parameters.k_norm, self._parameters.k_eps = address(k_norm[0]), k_norm[1]
         if sinks is not None:
             self._parameters.sinks = address(sinks)
+        if kv_scales is not None:
+            scales = np.array([kv_scales.k, kv_scales.v], np.float32)
+            self._kept = (*self._kept, scales)
+            self._parameters.key_scales = address(scales[0])
+            self._parameters.value_scales = address(scales[1])
 
     def __call__(
         self, q: Float32, k: Float32 | None, v: Float32 | None, batch: Batch, layer: int

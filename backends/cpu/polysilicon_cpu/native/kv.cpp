@@ -47,8 +47,15 @@ KVPool::KVPool(const KVLayout& layout, int pages) : layout_(layout), pages_(page
   add_fields(layout.value, false);
   std::stable_partition(fields_.begin(), fields_.end(),
                         [](const Field& field) { return !field.scale; });
-  memory_ = Buffer(static_cast<std::size_t>(layout.layers) * pages * layout.heads *
-                   units_per_page_ * unit_bytes());
+  const std::size_t slab =
+      static_cast<std::size_t>(pages) * layout.heads * units_per_page_ * unit_bytes();
+  memory_ = std::make_shared<FreshMemory>(static_cast<std::size_t>(layout.layers), slab);
+}
+
+void KVPool::use(const std::int32_t* slots, int count) {
+  if (count == 0) return;
+  const int last = *std::max_element(slots, slots + count) / layout_.page_size;
+  memory_->use(static_cast<std::size_t>(page(0, last + 1, 0) - page(0, 0, 0)));
 }
 
 void KVPool::add_fields(const KVPlane& plane, bool key) {

@@ -17,11 +17,12 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "attention_plan.h"
-#include "buffer.h"
 #include "context.h"
+#include "fresh_memory.h"
 #include "levels/attention.h"
 
 namespace polysilicon {
@@ -47,7 +48,7 @@ class KVPool {
 
   const KVLayout& layout() const { return layout_; }
   int pages() const { return pages_; }
-  std::size_t bytes() const { return memory_.size(); }
+  std::size_t bytes() const { return memory_->buffer().size(); }
 
   int units_per_page() const { return units_per_page_; }
   std::size_t unit_bytes() const { return key_bytes_ + value_bytes_; }
@@ -58,7 +59,7 @@ class KVPool {
   std::uint8_t* page(int layer, int page, int head) const {
     const std::size_t index =
         (static_cast<std::size_t>(layer) * pages_ + page) * layout_.heads + head;
-    return memory_.as<std::uint8_t>() + index * units_per_page_ * unit_bytes();
+    return memory_->buffer().as<std::uint8_t>() + index * units_per_page_ * unit_bytes();
   }
   // The unit of a slot; the slot's place in it goes to `offset`.
   std::uint8_t* unit(int layer, std::int32_t slot, int head, int* offset) const {
@@ -66,6 +67,10 @@ class KVPool {
     *offset = within % kUnit;
     return page(layer, slot / layout_.page_size, head) + within / kUnit * unit_bytes();
   }
+
+  // The pool's memory, which a queue may provide ahead of use, and that these slots are used.
+  std::weak_ptr<FreshMemory> memory() const { return memory_; }
+  void use(const std::int32_t* slots, int count);
 
   // Copies a page of fewer slots than a unit's into a unit's slots from `slot` on.
   void gather(int layer, int page, int head, int slot, std::uint8_t* unit) const;
@@ -108,7 +113,7 @@ class KVPool {
   int units_per_page_;
   std::size_t key_bytes_, value_bytes_;
   std::vector<Field> fields_;  // in the order of the canonical planes
-  Buffer memory_;
+  std::shared_ptr<FreshMemory> memory_;  // slabs are layers
 };
 
 }  // namespace polysilicon

@@ -70,9 +70,26 @@ int weight_experts(const Weight& weight);
 void linear(Context& context, const Weight& weight, const float* x, std::ptrdiff_t x_stride,
             int rows, float* out, std::ptrdiff_t out_stride, const float* bias);
 
-// `linear` of gated_act(gate, up), rows of K floats.
-void gated_linear(Context& context, const Weight& weight, Activation kind, const View& gate,
-                  const View& up, float* out, std::ptrdiff_t out_stride, const float* bias);
+// What comes before and after a product and is done with its rows at hand.
+struct Fused {
+  struct Norm {
+    const float* weight;  // null: there is none
+    float eps;
+  };
+
+  // RMS norms of the inputs as `rms_norm`'s: the inner one of x, then the outer one of that and the
+  // residual. The residual and where the sum goes, which may be the residual's place, may not be
+  // there.
+  Norm inner{}, outer{};
+  View residual, hidden;
+  // Of the two equal parts of the outputs: gated_act(first, second) is what is given back.
+  bool gated = false;
+  Activation activation{};
+};
+
+// `linear` with what is fused to it.
+void fused_linear(Context& context, const Weight& weight, const View& x, const Fused& fused,
+                  float* out, std::ptrdiff_t out_stride, const float* bias);
 
 // Exact rows of the matrix by token: out [count, K]. Tokens must lie in [0, weight_outputs()).
 void embed(Context& context, const Weight& weight, const std::int32_t* tokens, int count,

@@ -1,5 +1,6 @@
 #include "queue.h"
 
+#include <chrono>
 #include <exception>
 #include <new>
 #include <utility>
@@ -12,6 +13,10 @@ namespace {
 
 // Failures that nobody asked about are forgotten after so many further calls.
 constexpr Queue::Ticket kRemembered = 4096;
+
+// So long nothing must have been submitted for the queue to be idle: longer than the core takes
+// between two steps.
+constexpr std::chrono::milliseconds kIdle{20};
 
 }  // namespace
 
@@ -45,6 +50,14 @@ Queue::~Queue() {
   thread_.join();
 }
 
+void Queue::when_idle(std::weak_ptr<IdleWork> work) {
+  {
+    const std::lock_guard lock(mutex_);
+    idle_work_.push_back(std::move(work));
+  }
+  submitted_.notify_one();
+}
+
 Queue::Ticket Queue::submit(std::function<void()> call, Ticket after) {
   Ticket ticket;
   {
@@ -73,10 +86,33 @@ Failure Queue::failure_of(Ticket ticket) const {
   return found == failures_.end() ? Failure{} : found->second;
 }
 
+void Queue::wait_for_call(std::unique_lock<std::mutex>& lock) {
+  const auto called = [&] { return stopping_ || !calls_.empty(); };
+  // Work that appears during the wait is for the next pause.
+  if (!submitted_.wait_for(lock, kIdle, called)) {
+    while (!called() && run_idle_work(lock)) {
+    }
+    submitted_.wait(lock, called);
+  }
+}
+
+// A piece of each; whether any has more.
+bool Queue::run_idle_work(std::unique_lock<std::mutex>& lock) {
+  std::erase_if(idle_work_, [](const auto& work) { return work.expired(); });
+  std::vector<std::shared_ptr<IdleWork>> held;
+  for (const auto& work : idle_work_) held.push_back(work.lock());
+  lock.unlock();
+  bool more = false;
+  for (const auto& work : held) more |= work != nullptr && work->run();
+  held.clear();
+  lock.lock();
+  return more;
+}
+
 void Queue::work() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    submitted_.wait(lock, [&] { return stopping_ || !calls_.empty(); });
+    wait_for_call(lock);
     if (stopping_) {
       completed_.notify_all();
       return;

@@ -6,9 +6,11 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 namespace polysilicon {
 
@@ -22,6 +24,14 @@ struct Failure {
 // The failure that an exception in flight stands for. Call it in a catch block.
 Failure current_failure();
 
+// What can be done where there is nothing else to do.
+class IdleWork {
+ public:
+  virtual ~IdleWork() = default;
+  // Does a piece, of a millisecond or so; whether more is left. Must not throw.
+  virtual bool run() = 0;
+};
+
 class Queue {
  public:
   using Ticket = std::uint64_t;  // from 1, rising in the order of submission
@@ -34,6 +44,9 @@ class Queue {
   Queue& operator=(const Queue&) = delete;
 
   // after: a call whose failure is this one's too, or 0.
+  // Runs between calls, in the queue's thread, as long as it exists.
+  void when_idle(std::weak_ptr<IdleWork> work);
+
   Ticket submit(std::function<void()> call, Ticket after = 0);
   bool done(Ticket ticket);
   Failure wait(Ticket ticket);
@@ -45,12 +58,15 @@ class Queue {
   };
 
   void work();
+  void wait_for_call(std::unique_lock<std::mutex>& lock);
+  bool run_idle_work(std::unique_lock<std::mutex>& lock);
   Failure failure_of(Ticket ticket) const;
 
   std::mutex mutex_;
   std::condition_variable submitted_;
   std::condition_variable completed_;
   std::deque<Call> calls_;
+  std::vector<std::weak_ptr<IdleWork>> idle_work_;
   std::map<Ticket, Failure> failures_;
   Ticket last_submitted_ = 0;
   Ticket last_completed_ = 0;

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 
-from polysilicon.backend import Rope
+from polysilicon.backend import KVScales, Rope
 from polysilicon.testing.attention import (
     AttentionBench,
     AttentionCase,
     Extension,
+    skip_without_kv_scales,
     skip_without_tree_attention,
 )
-from polysilicon.testing.kit import Kit
+from polysilicon.testing.kit import Kit, assert_close
 
 
 def rope_of(dim: int, *, scale: float = 1.0, interleaved: bool = False) -> Rope:
@@ -101,6 +106,39 @@ def test_bidirectional(kit: Kit, window: int | None) -> None:
     contexts = [bench.context(40), bench.context(40)]
     for _ in range(2):
         bench.step([Extension(context=c, tokens=bench.random_tokens(13)) for c in contexts])
+
+
+@pytest.mark.parametrize("prompt", [1, 21, 70])
+def test_calibrated_scales(kit: Kit, prompt: int) -> None:
+    """Of fp8 KV, by head: some cut off what is large, others are generous. KV of another dtype is
+    what it is without them; and what is stored with them is read without being told of them."""
+    skip_without_kv_scales(kit)
+    scales = KVScales(k=(1.3 / 448, 0.17), v=(0.5 / 448, 2.0**-8))
+    for kv_dtype in kit.capabilities.kv_dtypes:
+        case = AttentionCase(kv_dtype=kv_dtype, kv_scales=scales, rope=rope_of(64), window=40)
+        bench = AttentionBench(kit, case)
+        context = bench.context(prompt + 4)
+        bench.step([Extension(context=context, tokens=bench.random_tokens(prompt))])
+        for _ in range(2):
+            bench.step([Extension(context=context, tokens=bench.random_tokens(1))])
+        extension = Extension(context=context, tokens=bench.random_tokens(2))
+        batch, untold = bench.batch([extension]), copy.copy(bench)
+        untold.case = dataclasses.replace(case, kv_scales=None)
+        for forward in (bench.forward, functools.partial(untold.forward, store=False)):
+            [actual] = kit.evaluate(forward, batch)
+        assert_close(actual, bench.extend(extension), bench.bound)
+        bench.pool.close()
+
+
+@pytest.mark.parametrize("part", ["k", "v"])
+def test_calibrated_scales_of_other_heads(kit: Kit, part: str) -> None:
+    skip_without_kv_scales(kit)
+    if "fp8_e4m3" not in kit.capabilities.kv_dtypes:
+        pytest.skip("declares no fp8_e4m3 KV")
+    scales = KVScales(**{"k": (1.0, 1.0), "v": (1.0, 1.0), part: (1.0,)})
+    case = AttentionCase(kv_dtype="fp8_e4m3", kv_scales=scales)
+    with pytest.raises(ValueError, match=r"\w"):
+        prefill_and_decode(AttentionBench(kit, case), 3)
 
 
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])

@@ -80,9 +80,11 @@ def test_capabilities(kit: Kit) -> None:
 
 def test_ceilings(kit: Kit) -> None:
     """Of a device that measures its hardware: positive numbers, by names that the planner knows."""
-    found = kit.device.ceilings(1 << 20)
-    assert set(found) <= {"bandwidth", *COMPUTE_BOUNDS, "fp8", "fp4"}
-    assert all(math.isfinite(rate) and rate > 0 for rate in found.values())
+    for nbytes in (1 << 20, (1 << 20) + 12345):
+        found = kit.device.ceilings(nbytes)
+        assert set(found) <= {"bandwidth", *COMPUTE_BOUNDS, "fp8", "fp4"}
+        assert all(math.isfinite(rate) and rate > 0 for rate in found.values())
+        assert not found or "bandwidth" in found
 
 
 def test_memory_follows_pools(kit: Kit) -> None:

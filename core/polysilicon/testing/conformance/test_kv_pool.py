@@ -14,12 +14,19 @@ from polysilicon.backend import (
     KV_LARGEST_CODE,
     Batch,
     KVPool,
+    KVScales,
     KVSpec,
     Ops,
     kv_planes,
 )
 from polysilicon.testing import oracles
-from polysilicon.testing.attention import AttentionBench, AttentionCase, Context, Extension
+from polysilicon.testing.attention import (
+    AttentionBench,
+    AttentionCase,
+    Context,
+    Extension,
+    skip_without_kv_scales,
+)
 from polysilicon.testing.batches import Chunk, make_batch
 from polysilicon.testing.kit import Kit, assert_close
 
@@ -239,6 +246,52 @@ def test_quantised_extreme_vectors(kit: Kit, kv_dtype: str) -> None:
         step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(quotients), 2.0**-6))) - 3)
     assert (np.abs(keys[2:6] - quotients) <= 0.501 * step).all()
     assert (np.abs(keys[2:6]).max(axis=1) == largest).all()
+
+
+def test_calibrated_scales_are_stored(kit: Kit) -> None:
+    """Each head's own for every token, codes beyond the largest at the largest; a vector that is
+    not finite is stored as without them, and its neighbours are not."""
+    skip_without_kv_scales(kit)
+    if "fp8_e4m3" not in kit.capabilities.kv_dtypes:
+        pytest.skip("declares no fp8_e4m3 KV")
+    # Numbers that every dtype holds, times what the narrowest exponent allows.
+    power = 12 if kit.capabilities.compute == "f16" else 100
+    rows = np.concatenate([np.zeros((1, 64)), np.full((1, 64), 1e-37), kit.exact(30, 64)])
+    rows[2:4] *= [[2.0**-power], [2.0**power]]
+    rows[4, [3, 40]] = [np.inf, -np.inf]
+    rows[5, 7], rows[6, 63] = np.nan, -np.inf
+    table, values = kit.dense(rows)
+    spec = dataclasses.replace(
+        spec_of(kit, page_size=kit.capabilities.page_sizes[0], kv_dtype="fp8_e4m3"),
+        planes=kv_planes(heads=2, key_dim=32, value_dim=32, dtype="fp8_e4m3"),
+    )
+    pool = kit.device.kv_pool(spec, 1 + -(-len(rows) // spec.page_size))
+    scales = KVScales(k=(2.0**-9, 0.0017), v=(2.0**-126, 0.3))
+
+    def computation(ops: Ops, batch: Batch) -> Any:
+        x = ops.embed(table, batch.tokens)
+        return ops.attention(
+            x, x, x, batch=batch, pool=pool, layer=2, heads=2, scale=1.0, kv_scales=scales
+        )
+
+    pages = list(range(1, pool.pages))
+    chunk = Chunk(tokens=list(range(len(rows))), pages=(pages,))
+    kit.evaluate(computation, make_batch([chunk], (spec.page_size,)))
+    blocks = [block_values(spec, b) for b in read(pool, pages).reshape(-1, spec.block_bytes)]
+    for name, constants in (("k", scales.k), ("v", scales.v)):
+        for head, constant in enumerate(constants):
+            codes, stored = (
+                np.concatenate([block[1, plane][head] for block in blocks])[: len(rows)]
+                for plane in (name, f"{name}_scale")
+            )
+            given = values[:, 32 * head : 32 * (head + 1)]
+            finite = np.isfinite(given).all(axis=1)
+            assert np.array_equal(stored[finite, 0], np.full(finite.sum(), constant, np.float32))
+            assert np.isnan(stored[~finite]).all()
+            assert not codes[~finite].astype(np.float64).any()
+            quotients = np.clip(given[finite] / np.float64(np.float32(constant)), -448, 448)
+            step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(quotients), 2.0**-6))) - 3)
+            assert (np.abs(codes[finite] - quotients) <= 0.501 * step).all()
 
 
 def test_attention_writes_the_canonical_layout(kit: Kit) -> None:

@@ -68,10 +68,12 @@ struct AttentionKernels {
                float* largest, float* total, float* mixed);
   // The row's result; sink: in units of log 2, -inf for none.
   void (*finish)(float largest, float total, const float* mixed, float sink, int dim, float* out);
-  // Round a vector to the storage and put it at slot `offset` of a unit.
-  void (*store_key)(Storage storage, const float* key, int dim, int offset, void* unit);
-  void (*store_value)(Storage storage, const float* value, int dim, int width, int offset,
-                      void* unit);
+  // Round a vector to the storage and put it at slot `offset` of a unit. calibrated: the scale of
+  // its codes, or 0 for the vector's own.
+  void (*store_key)(Storage storage, const float* key, int dim, float calibrated, int offset,
+                    void* unit);
+  void (*store_value)(Storage storage, const float* value, int dim, int width, float calibrated,
+                      int offset, void* unit);
   // The Walsh-Hadamard transform of `polysilicon.backend.KV_DTYPES`; out may be x.
   void (*turn)(const float* x, int dim, float* out);
   // Codes [rows][columns], `rows` even, as bf16 [rows / 2][columns][2]: a unit's keys [dim][16] or

@@ -45,9 +45,10 @@ void pack_query(const float* query, float scale, int dim, int row, int padded, b
   }
 }
 
-// Codes and scale of a vector, by the rule of `polysilicon.backend.KV_DTYPES`.
+// Codes and scale of a vector, by the rule of `polysilicon.backend.KV_DTYPES`. calibrated: the scale
+// to take instead, where it is not 0.
 template <Storage storage>
-float quantize(const float* x, int count, std::uint8_t* codes) {
+float quantize(const float* x, int count, float calibrated, std::uint8_t* codes) {
   constexpr std::uint32_t kInfinity = 0x7f800000u;
   std::uint32_t largest = 0;
   for (int i = 0; i < count; ++i) {
@@ -55,7 +56,8 @@ float quantize(const float* x, int count, std::uint8_t* codes) {
     largest = size > largest ? size : largest;
   }
   const float most = storage == Storage::kF8 ? 448.0f : 127.0f;
-  const float scale = __builtin_bit_cast(float, largest) / most;
+  float scale = __builtin_bit_cast(float, largest) / most;
+  if (calibrated != 0.0f && largest < kInfinity) scale = calibrated;
   if (largest >= kInfinity || scale < 0x1p-126f) {
     std::memset(codes, 0, static_cast<std::size_t>(count));
     return largest >= kInfinity ? __builtin_nanf("") : 0.0f;
@@ -73,9 +75,10 @@ float quantize(const float* x, int count, std::uint8_t* codes) {
   return scale;
 }
 
-float quantize(Storage storage, const float* x, int count, std::uint8_t* codes) {
-  if (storage == Storage::kF8) return quantize<Storage::kF8>(x, count, codes);
-  return quantize<Storage::kI8>(x, count, codes);
+float quantize(Storage storage, const float* x, int count, float calibrated,
+               std::uint8_t* codes) {
+  if (storage == Storage::kF8) return quantize<Storage::kF8>(x, count, calibrated, codes);
+  return quantize<Storage::kI8>(x, count, calibrated, codes);
 }
 
 void store_scale(float scale, int columns, int offset, void* unit) {
@@ -83,7 +86,8 @@ void store_scale(float scale, int columns, int offset, void* unit) {
               &scale, sizeof(scale));
 }
 
-void store_key(Storage storage, const float* key, int dim, int offset, void* unit) {
+void store_key(Storage storage, const float* key, int dim, float calibrated, int offset,
+               void* unit) {
   switch (storage) {
     case Storage::kF32:
       for (int d = 0; d < dim; ++d) static_cast<float*>(unit)[d * kUnit + offset] = key[d];
@@ -105,7 +109,7 @@ void store_key(Storage storage, const float* key, int dim, int offset, void* uni
     case Storage::kI8:
     case Storage::kF8: {
       std::uint8_t codes[kMaxDim];
-      const float scale = quantize(storage, key, dim, codes);
+      const float scale = quantize(storage, key, dim, calibrated, codes);
       std::uint8_t* column = static_cast<std::uint8_t*>(unit) + offset;
       for (int d = 0; d < dim; ++d) column[d * kUnit] = codes[d];
       store_scale(scale, dim + dim % 2, offset, unit);
@@ -114,8 +118,8 @@ void store_key(Storage storage, const float* key, int dim, int offset, void* uni
   }
 }
 
-void store_value(Storage storage, const float* value, int dim, int width, int offset,
-                 void* unit) {
+void store_value(Storage storage, const float* value, int dim, int width, float calibrated,
+                 int offset, void* unit) {
   switch (storage) {
     case Storage::kF32: {
       float* row = static_cast<float*>(unit) + static_cast<std::size_t>(offset) * width;
@@ -139,7 +143,7 @@ void store_value(Storage storage, const float* value, int dim, int width, int of
     case Storage::kF8: {
       std::uint8_t* row =
           static_cast<std::uint8_t*>(unit) + static_cast<std::size_t>(offset) * width;
-      store_scale(quantize(storage, value, dim, row), width, offset, unit);
+      store_scale(quantize(storage, value, dim, calibrated, row), width, offset, unit);
       return;
     }
   }
