@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "checks.h"
+#include "elementwise.h"
 #include "numbers.h"
 
 namespace polysilicon::checks {
@@ -135,6 +136,48 @@ double largest_error(Activations inputs, const float* x, const double* weights, 
   return allowed;
 }
 
+// What is fused to a product against the same ops one by one, which give the same bits.
+void check_fused(Context& context, Random& random, const Weight& weight, bool halves, int rows,
+                 const float* bias) {
+  const int columns = weight_inputs(weight), outputs = weight_outputs(weight);
+  const int inner_size = rows * columns, kept = halves ? outputs / 2 : outputs;
+  const std::vector<float> x = random.normal(inner_size), residual = random.normal(inner_size);
+  const std::vector<float> scales = random.normal(columns), others = random.normal(columns);
+  const auto zeros = [](int count) { return std::vector<float>(static_cast<std::size_t>(count)); };
+  const auto view = [&](const std::vector<float>& values, int width) {
+    return View(values.data(), rows, width, width);
+  };
+  const bool normed = random.coin(), twice = normed && random.coin(), adds = random.coin();
+  std::vector<float> input = x, sum = residual, products = zeros(rows * outputs);
+  if (twice) {
+    rms_norm(context, view(x, columns), {}, others.data(), 1e-5f, {}, view(input, columns));
+  }
+  if (normed) {
+    const View hidden = view(sum, columns), nothing;
+    rms_norm(context, view(input, columns), adds ? hidden : nothing, scales.data(), 1e-3f,
+             adds ? hidden : nothing, view(input, columns));
+  }
+  linear(context, weight, input.data(), columns, rows, products.data(), outputs, bias);
+  std::vector<float> expected = products;
+  const Activation kind = random.of({Activation::kSilu, Activation::kGeluTanh, Activation::kRelu});
+  if (halves) {
+    expected = zeros(rows * kept);
+    gated_act(context, kind, View(products.data(), rows, kept, outputs),
+              View(products.data() + kept, rows, kept, outputs), view(expected, kept));
+  }
+  Fused fused;
+  std::vector<float> hidden = residual, out = zeros(rows * kept);
+  if (twice) fused.inner = {others.data(), 1e-5f};
+  if (normed) fused.outer = {scales.data(), 1e-3f};
+  if (normed && adds) fused.residual = fused.hidden = view(hidden, columns);
+  fused.gated = halves;
+  fused.activation = kind;
+  fused_linear(context, weight, view(x, columns), fused, out.data(), kept, bias);
+  if (out != expected || (normed && adds && hidden != sum)) {
+    throw Wrong("a product of " + std::to_string(rows) + " rows differs from what is fused to it");
+  }
+}
+
 }  // namespace
 
 void check_product(Context& context, Random& random) {
@@ -145,7 +188,8 @@ void check_product(Context& context, Random& random) {
   double spread = 0;
   const int part_count = random.integer(1, 2);
   for (int i = 0; i < part_count; ++i) {
-    parts.push_back(random_matrix(random, random.integer(1, 50), columns));
+    const int height = i == 0 || random.coin() ? random.integer(1, 90) : parts[0]->part.rows;
+    parts.push_back(random_matrix(random, height, columns));
     descriptions.push_back(parts.back()->part);
     spread = std::max(spread, parts.back()->spread);
     values.insert(values.end(), parts.back()->values.begin(), parts.back()->values.end());
@@ -179,6 +223,8 @@ void check_product(Context& context, Random& random) {
   if (context.deterministic && !std::equal(alone.begin(), alone.end(), out.begin())) {
     throw Wrong("a row alone differs from the same row among " + std::to_string(rows));
   }
+  const bool halves = part_count == 2 && parts[0]->part.rows == parts[1]->part.rows;
+  check_fused(context, random, *weight, halves, rows, added);
 }
 
 }  // namespace polysilicon::checks
