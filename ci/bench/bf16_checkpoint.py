@@ -1,4 +1,6 @@
-"""A GGUF file's weights, dequantised to bf16, as a directory that other engines read."""
+"""What comparisons with engines that read no GGUF import: a file's weights, dequantised to bf16, as
+a directory of safetensors.
+"""
 
 from __future__ import annotations
 

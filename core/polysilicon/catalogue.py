@@ -20,11 +20,14 @@ from polysilicon.errors import DownloadError, ModelError
 from polysilicon.hub import PREFIX, fetch_from_hub
 from polysilicon.progress import Progress, no_progress
 from polysilicon.suggest import nearest
+from polysilicon.weights.safetensors import CONFIG_NAME
 
 DEFAULT_MODEL = "smollm2"
 CACHE_VARIABLE = "POLYSILICON_CACHE"
 _CHUNK = 1 << 20
 _STALE_SECONDS = 86400
+_NO_PATH = (OSError, ValueError, RuntimeError)
+"""What texts that are no paths raise; RuntimeError: `~name` of an unknown user."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,17 @@ CATALOGUE = {
 
 
 def cache_directory() -> Path:
-    """Where models are kept: `POLYSILICON_CACHE`, or `polysilicon` in the user's caches."""
+    """Where models are kept: `POLYSILICON_CACHE`, or `polysilicon` in the user's caches. Raises
+    DownloadError for a user without a home directory."""
+    try:
+        return _cache_directory()
+    except RuntimeError:
+        raise DownloadError(
+            f"there is no home directory to keep models in: set {CACHE_VARIABLE} to a directory"
+        ) from None
+
+
+def _cache_directory() -> Path:
     override = os.environ.get(CACHE_VARIABLE)
     if override:
         return Path(override).expanduser()
@@ -127,17 +140,30 @@ def resolve_model(spec: str | None = None, *, progress: Progress = no_progress) 
         return fetch_entry(CATALOGUE[spec], progress=progress)
     if spec.startswith(PREFIX):
         return fetch_from_hub(spec)
-    path = Path(spec).expanduser()
     try:
+        path = Path(spec).expanduser()
         if path.exists():
             return path
-    except (OSError, ValueError):
+    except _NO_PATH:
         pass
     hint = nearest(spec, CATALOGUE) or f". Known names: {', '.join(CATALOGUE)}."
     raise ModelError(
         f"model {spec!r:.200} is neither an existing path nor a name of the catalogue{hint} "
         "A model on the hub is written hf:owner/repo[:file]."
     )
+
+
+def names_model(text: str) -> bool:
+    """Whether a text can only mean a model: a name of the catalogue, `hf:owner/repo[:file]`, or an
+    existing checkpoint."""
+    if text in CATALOGUE or (text.startswith(PREFIX) and not any(map(str.isspace, text))):
+        return True
+    try:
+        path = Path(text).expanduser()
+        whole = path.suffix == ".gguf" and path.is_file()
+        return whole or (text != "" and (path / CONFIG_NAME).is_file())
+    except _NO_PATH:
+        return False
 
 
 def fetch_entry(entry: CatalogueEntry, *, progress: Progress = no_progress) -> Path:

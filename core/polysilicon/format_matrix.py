@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from polysilicon.backend import Capabilities
+from polysilicon.models.stacking import FEW_BITS
 from polysilicon.weights import gguf_blocks
 from polysilicon.weights.encodings import DENSE_DTYPES
 from polysilicon.weights.formats.format import CheckpointFormat
@@ -26,12 +27,13 @@ class Support(enum.StrEnum):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
     """A tensor type of a container. encoding: that it is read into, empty when it is not read.
-    reason: why it is not."""
+    reason: why it is not. note: what is held otherwise, in words."""
 
     container: str
     type: str
     encoding: str = ""
     reason: str = ""
+    note: str = ""
 
     def support(self, capabilities: Capabilities) -> Support:
         """What a device with these capabilities makes of it."""
@@ -51,7 +53,9 @@ def formats(added: Sequence[CheckpointFormat] = ()) -> list[Format]:
     """
     found = [_gguf(kind) for kind in gguf_blocks.TENSOR_TYPES.values()]
     found += [
-        Format(container="safetensors", type=name, encoding=encoding)
+        Format(
+            container="safetensors", type=name, encoding=encoding, note=_note(format.name, encoding)
+        )
         for format in (*FORMATS, *added)
         for name, encoding in format.encodings.items()
     ]
@@ -64,6 +68,18 @@ def formats(added: Sequence[CheckpointFormat] = ()) -> list[Format]:
         for name in gguf_blocks.REMOVED_TYPES.values()
     ]
     return sorted(found, key=lambda format: not format.encoding)
+
+
+_MAY_HAVE_ACT_ORDER = frozenset({"gptq", "gptq_v2", "compressed-tensors"})
+
+
+def _note(format: str, encoding: str) -> str:
+    """How experts are held of which each has an order of inputs of its own."""
+    if format not in _MAY_HAVE_ACT_ORDER or not encoding.startswith("affine:"):
+        return ""
+    few = int(encoding.removeprefix("affine:").split("/")[0]) <= FEW_BITS
+    held = "8 bits in groups of 32" if few else "16 bits"
+    return f"experts in act-order: gate and up projections are held in {held}"
 
 
 def _gguf(kind: gguf_blocks.TensorType) -> Format:

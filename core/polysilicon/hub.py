@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from polysilicon.errors import DownloadError, ModelError
@@ -29,6 +29,8 @@ def fetch_from_hub(spec: str) -> Path:
     if match is None:
         raise ModelError(f"{spec!r:.200} is not of the form hf:owner/repo[:file]")
     repo, file = match["repo"], match["file"]
+    if file is not None and not {"", ".", ".."}.isdisjoint(file.split("/")):
+        raise ModelError(f"{spec!r:.200}: a file is named as the repository lists it, folder/file")
     with _errors_of(repo, file):
         if file is not None:
             return _fetch_file(repo, file)
@@ -59,6 +61,8 @@ def fetch_config(spec: str) -> Path:
 def _fetch_file(repo: str, file: str) -> Path:
     import huggingface_hub
 
+    if not isinstance(huggingface_hub.try_to_load_from_cache(repo, file), str):
+        _reach(repo, file)
     split = _SPLIT.fullmatch(file)
     if split is None:
         return Path(huggingface_hub.hf_hub_download(repo, file))
@@ -77,13 +81,26 @@ def _snapshot(repo: str, patterns: Iterable[str]) -> Path:
     )
 
 
+def _reach(repo: str, file: str) -> None:
+    """Ask the hub for a file once, and raise what its library does where there is no answer: what
+    comes after would try again for half a minute before it raised the same."""
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    if not constants.HF_HUB_OFFLINE:
+        with suppress(errors.HfHubHTTPError, errors.EntryNotFoundError):  # which are answers
+            huggingface_hub.get_hf_file_metadata(huggingface_hub.hf_hub_url(repo, file))
+
+
 def _names(repo: str) -> list[str]:
     """The files of a repository: the hub's list, or offline those that its cache has."""
     import huggingface_hub
+    from huggingface_hub import constants
 
-    if huggingface_hub.constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         folder = Path(huggingface_hub.snapshot_download(repo, local_files_only=True))
         return [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
+    _reach(repo, _CONFIG)
     return huggingface_hub.HfApi().list_repo_files(repo)
 
 
@@ -120,6 +137,8 @@ def _errors_of(repo: str, file: str | None) -> Iterator[None]:
             f"hf:{repo} is gated: accept its terms on its page and log in (`hf auth login`, or set "
             "HF_TOKEN)"
         ) from None
+    except errors.HFValidationError as error:
+        raise ModelError(f"hf:{repo:.100} cannot be a name on the hub: {_line(error)}") from None
     except errors.RepositoryNotFoundError:
         raise DownloadError(
             f"hf:{repo} does not exist or is private: check the name, or log in (`hf auth login`)"

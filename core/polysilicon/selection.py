@@ -30,7 +30,8 @@ class BackendStatus(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackendReport:
-    """What a backend's probe said. reason: why it cannot run, empty when it can."""
+    """What a backend's probe said. reason: why it cannot run, or `auto` does not take it; empty
+    when it does."""
 
     name: str
     backend: Backend
@@ -42,11 +43,12 @@ class BackendReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """The backend taken, its devices, and why it was."""
+    """The backend taken and its devices. passed_over: names of those before it that `auto` did not
+    take."""
 
     backend: Backend
     devices: tuple[DeviceInfo, ...]
-    reason: str
+    passed_over: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -69,7 +71,8 @@ def in_order(backends: Sequence[Backend]) -> list[Backend]:
 
 def probe(backend: Backend, plugin: PluginRecord) -> BackendReport:
     """Ask a backend what it can run on. Never raises for the backend's sake."""
-    status, reason, devices = BackendStatus.AVAILABLE, "", ()
+    status, reason = BackendStatus.AVAILABLE, ""
+    devices: tuple[DeviceInfo, ...] = ()
     try:
         with contextlib.redirect_stdout(sys.stderr):
             found = backend.probe()
@@ -82,6 +85,8 @@ def probe(backend: Backend, plugin: PluginRecord) -> BackendReport:
             status, reason = BackendStatus.UNAVAILABLE, "it found no device"
         else:
             devices = tuple(found)
+            if all(info.stand_in for info in devices):
+                reason = "computes on the processor in place of its hardware: taken only by name"
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -162,26 +167,20 @@ def _probe(plugins: Plugins, backend: Backend) -> BackendReport:
 
 
 def _select_first(plugins: Plugins) -> Selection:
-    passed: list[str] = []
+    passed: dict[str, str] = {}
     for backend in in_order(plugins.backends):
         report = _probe(plugins, backend)
-        if report.status is BackendStatus.AVAILABLE:
-            if all(info.stand_in for info in report.devices):
-                name = report.devices[0].name
-                passed.append(f"{report.name}: {name} computes on the processor, only by name")
-                continue
-            reason = "the first that can run" if passed else "the first in order"
-            if passed:
-                reason = f"{reason} (not {'; not '.join(passed)})"
-            return Selection(backend=backend, devices=report.devices, reason=reason)
-        passed.append(f"{report.name}: {report.reason}")
+        if report.status is BackendStatus.AVAILABLE and not report.reason:
+            return Selection(backend=backend, devices=report.devices, passed_over=tuple(passed))
+        passed[report.name] = report.reason
     if not plugins.records:
         raise PluginError(
             "no backend plugin is installed, not even polysilicon's own: polysilicon is not "
             "installed but only on the path, so install it (pip install -e .)"
         )
     broken = [f"plugin {r.name}: {r.reason}" for r in plugins.records if r.reason]
-    raise PluginError("no backend can run here. " + ". ".join(passed + broken))
+    reasons = [f"{name}: {reason}" for name, reason in passed.items()]
+    raise PluginError("no backend can run here. " + ". ".join(reasons + broken))
 
 
 def _select_named(plugins: Plugins, name: str) -> Selection:
@@ -190,7 +189,7 @@ def _select_named(plugins: Plugins, name: str) -> Selection:
         if backend.name == name:
             report = _probe(plugins, backend)
             if report.status is BackendStatus.AVAILABLE:
-                return Selection(backend=backend, devices=report.devices, reason="asked for")
+                return Selection(backend=backend, devices=report.devices)
             raise PluginError(f"backend {name!r} cannot run here: {report.reason}")
     if record is not None and record.reason:
         owner = f" ({record.distribution} {record.version})" if record.distribution else ""

@@ -32,4 +32,9 @@ def test_some_rows() -> None:
     }.items():
         assert found[row].encoding == encoding
     assert "one kind of GPU" in found["safetensors", "gptq:marlin"].reason
+    assert "act-order: gate and up projections are held in 8 bits" in (
+        found["safetensors", "gptq:4"].note
+    )
+    assert "16 bits" in found["safetensors", "compressed-tensors:int8"].note
+    assert not found["safetensors", "compressed-tensors:fp8"].note
     assert found["gguf", "Q4_0_4_4"].reason

@@ -125,6 +125,29 @@ def author(tmp_path_factory: pytest.TempPathFactory) -> Author:
     return author
 
 
+def patch(folder: Path, change: str) -> None:
+    """Make a change of one file, as `patch -p0` does where every line stands as the change says."""
+    removed, added, *body = change.splitlines()
+    name = removed.removeprefix("--- ")
+    assert added == f"+++ {name}"
+    numbers = re.compile(r"@@ -(\d+),(\d+) \+(\d+),(\d+) @@")
+    starts = [index for index, line in enumerate(body) if line.startswith("@@")]
+    lines = (folder / name).read_text().splitlines()
+    for start, end in zip(starts, [*starts[1:], len(body)], strict=True):
+        match = numbers.fullmatch(body[start])
+        assert match, body[start]
+        old_at, old_count, new_at, new_count = map(int, match.groups())
+        hunk = [(line[:1] or " ", line[1:]) for line in body[start + 1 : end]]
+        old = [text for kind, text in hunk if kind in " -"]
+        new = [text for kind, text in hunk if kind in " +"]
+        assert (len(old), len(new)) == (old_count, new_count)
+        # What stands before is changed already.
+        assert lines[new_at - 1 : new_at - 1 + old_count] == old, body[start]
+        assert old_at <= new_at
+        lines[new_at - 1 : new_at - 1 + old_count] = new
+    (folder / name).write_text("\n".join(lines) + "\n")
+
+
 @pytest.fixture
 def further(author: Author, tmp_path: Path) -> Author:
     """With a program and an op of its own, in a copy that goes before the example."""
@@ -133,15 +156,7 @@ def further(author: Author, tmp_path: Path) -> Author:
     for path, text in files(KERNELS).items():
         (folder / path).write_text(text)
     (change,) = blocks(KERNELS, "diff")
-    target = folder / change.partition("--- ")[2].splitlines()[0]
-    text = target.read_text()
-    for hunk in change.split("@@\n")[1:]:
-        lines = hunk.splitlines(keepends=True)
-        old = "".join(line[1:] for line in lines if not line.startswith("+"))
-        new = "".join(line[1:] for line in lines if not line.startswith("-"))
-        assert text.count(old) == 1, hunk
-        text = text.replace(old, new)
-    target.write_text(text)
+    patch(folder, change)
     return Author(folder=folder, python=author.python)
 
 
@@ -179,6 +194,7 @@ def test_the_example_is_listed(author: Author) -> None:
     (line,) = backends
     assert line.startswith("available ")
     assert "compute f32; KV f16 f32; pages of 16 32; " in line
+    assert line.endswith("; computes on the processor in place of its hardware: taken only by name")
 
 
 def test_importing_the_installed_plugin_loads_no_device(author: Author, tmp_path: Path) -> None:

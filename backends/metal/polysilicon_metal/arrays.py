@@ -11,20 +11,24 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 DTYPES = {
     "f32": mx.float32,
     "f16": mx.float16,
     "bf16": mx.bfloat16,
     "int8": mx.int8,
+    "fp8_e4m3": mx.uint8,
 }
-"""MLX dtypes by the contract's names."""
+"""MLX dtypes by the contract's names. It has none of 8-bit floats, whose codes are uint8."""
 
 
 def to_device(array: Array) -> mx.array:
-    """A copy of a numpy array, bfloat16 of ml_dtypes included."""
+    """A copy of a numpy array, bfloat16 and float8 of ml_dtypes included."""
     if array.dtype == BFLOAT16:
         return mx.array(np.ascontiguousarray(array).view(np.uint16)).view(mx.bfloat16)
+    if array.dtype == FLOAT8:
+        return mx.array(array.view(np.uint8))
     return mx.array(array)
 
 

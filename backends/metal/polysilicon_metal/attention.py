@@ -6,7 +6,7 @@ import dataclasses
 
 import mlx.core as mx
 
-from polysilicon.backend import Batch, KVSpec
+from polysilicon.backend import KV_LARGEST_CODE, Batch, KVSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -20,8 +20,8 @@ class QueryBlocks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Keys:
-    """One layer's planes, `[slots, Hk, Dh]`, `[slots, Hk, Dv]` and, of int8, scales
-    `[slots, Hk, 1]`."""
+    """One layer's planes, `[slots, Hk, Dh]`, `[slots, Hk, Dv]` and, of quantised ones, scales
+    `[slots, Hk, 1]`. What is uint8 are codes of fp8_e4m3."""
 
     k: mx.array
     v: mx.array
@@ -48,15 +48,24 @@ def turn(x: mx.array) -> mx.array:
     return turned.reshape(x.shape)
 
 
-def quantize(x: mx.array) -> tuple[mx.array, mx.array]:
-    """Codes int8 `[..., dim]` and scales float32 `[..., 1]` by the rule of `KV_DTYPES`."""
-    turned = turn(x)
-    scale = mx.abs(turned).max(axis=-1, keepdims=True) / 127
-    finite = mx.isfinite(turned).all(axis=-1, keepdims=True)
-    scale = mx.where(scale < 2.0**-126, 0.0, scale)
+def quantize(
+    x: mx.array, dtype: str, calibrated: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
+    """Codes `[T, heads, dim]` and scales float32 `[T, heads, 1]` by the rule of `KV_DTYPES`;
+    calibrated: scales `[heads, 1]` that take their place."""
+    if dtype == "int8":
+        x = turn(x)
+    largest = KV_LARGEST_CODE[dtype]
+    if calibrated is None:
+        scale = mx.abs(x).max(axis=-1, keepdims=True) / largest
+        scale = mx.where(scale < 2.0**-126, 0.0, scale)
+    else:
+        scale = calibrated
+    finite = mx.isfinite(x).all(axis=-1, keepdims=True)
     scale = mx.where(finite, scale, mx.nan)
-    codes = mx.where(scale > 0, mx.round(turned / scale), 0.0)
-    return codes.astype(mx.int8), scale
+    quotients = mx.where(scale > 0, mx.clip(x / scale, -largest, largest), 0.0)
+    codes = mx.round(quotients).astype(mx.int8) if dtype == "int8" else mx.to_fp8(quotients)
+    return codes, scale
 
 
 def visible_keys(
@@ -115,7 +124,10 @@ def attend(
         if scale is not None:
             return gathered(plane, None) * gathered(scale, None)
         pages = plane.reshape(-1, spec.page_size, *plane.shape[1:])[table]
-        values = pages.reshape(count, context, *plane.shape[1:]).astype(mx.float32)
+        values = pages.reshape(count, context, *plane.shape[1:])
+        if values.dtype == mx.uint8:
+            values = mx.from_fp8(values, mx.float32)
+        values = values.astype(mx.float32)
         return mx.where(used[:, :, None, None], values, 0.0).swapaxes(1, 2)
 
     k = gathered(keys.k, keys.k_scale)

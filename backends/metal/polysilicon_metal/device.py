@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -27,6 +27,7 @@ from polysilicon.backend import (
 from polysilicon.device_checks import check_adapter_spec, check_kv_spec
 from polysilicon_metal import hardware
 from polysilicon_metal.adapters import MetalAdapterPool
+from polysilicon_metal.ceilings import ceilings
 from polysilicon_metal.handles import AnyHandle, place, placed_bytes
 from polysilicon_metal.ops import MetalOps
 from polysilicon_metal.options import Options
@@ -49,12 +50,13 @@ class MetalDevice(Device):
         automatic = options.activations == "auto"
         self.capabilities = Capabilities(
             compute=("bf16" if gpu else "f32") if automatic else options.activations,
-            kv_dtypes=("bf16", "f16", "f32", "int8"),
+            kv_dtypes=("bf16", "f16", "f32", "int8", "fp8_e4m3"),
             page_sizes=(16, 32, 64, 128, 1, 2, 4, 8),
             encodings=("dense:*", "affine:*", "float:f4_e2m1/*", "float:f8_e4m3/32"),
             adapters=256,
             max_adapter_rank=256,
             tree_attention=True,
+            kv_scales=True,
             capture=compiling,
         )
         self.ops = MetalOps(Trace(blocks=(), token_slot=None, kv={}, adapters={}))
@@ -145,6 +147,12 @@ class MetalDevice(Device):
         active = int(mx.get_active_memory()) + int(mx.get_cache_memory())
         used["workspace"] = max(0, active - sum(used.values()))
         return MemoryInfo(total=hardware.total(), free=hardware.free(), used=used)
+
+    def ceilings(self, nbytes: int) -> Mapping[str, float]:
+        self.check_open()
+        hardware.check_room("a working set", nbytes)
+        with self._allocating("a working set"):
+            return ceilings(nbytes)
 
     def close(self) -> None:
         if self._closed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ from polysilicon.backend import (
     Batch,
     Handle,
     KVPool,
+    KVScales,
     Normalization,
     Ops,
     Rope,
@@ -129,6 +131,7 @@ class MetalOps(Ops):
         softcap: float | None = None,
         sinks: Handle | None = None,
         causal: bool = True,
+        kv_scales: KVScales | None = None,
     ) -> mx.array:
         assert isinstance(pool, MetalKVPool)
         if (k is None) != (v is None):
@@ -143,8 +146,9 @@ class MetalOps(Ops):
         queries = self._prepared(_by_head(q, heads), batch, rope, q_norm)
         if k is not None and v is not None:
             keys = self._prepared(_by_head(k, key.heads), batch, rope, k_norm)
-            self._store(pool, place, batch, keys, _by_head(v, key.heads))
-        if pool.quantised:
+            calibrated = _calibrated(pool, kv_scales)
+            self._store(pool, place, batch, keys, _by_head(v, key.heads), calibrated)
+        if pool.turned:
             queries = turn(queries)
         scoring = Scoring(scale=scale, softcap=softcap, causal=causal)
         own_sinks = None if sinks is None else vector_of(sinks, "the sinks", heads)
@@ -164,7 +168,7 @@ class MetalOps(Ops):
                 result = attend(own, stored, pool.spec, batch, blocks, scoring, own_sinks, visible)
             output[blocks.rows] = result
         output = output[:tokens]
-        if pool.quantised:
+        if pool.turned:
             output = turn(output)
         return output.reshape(tokens, heads * value.dim)
 
@@ -237,14 +241,30 @@ class MetalOps(Ops):
         return mx.concatenate([turned, rest], axis=-1)
 
     def _store(
-        self, pool: MetalKVPool, place: int, batch: Batch, keys: mx.array, values: mx.array
+        self,
+        pool: MetalKVPool,
+        place: int,
+        batch: Batch,
+        keys: mx.array,
+        values: mx.array,
+        calibrated: Mapping[str, mx.array],
     ) -> None:
         slots: Any = batch.slots[pool.spec.group]
         for name, rows in (("k", keys), ("v", values)):
             if pool.quantised:
-                rows, scales = quantize(rows)
+                rows, scales = quantize(rows, pool.key.dtype, calibrated.get(name))
                 self._trace.store(pool, place, f"{name}_scale", slots, scales)
             self._trace.store(pool, place, name, slots, rows)
+
+
+def _calibrated(pool: MetalKVPool, scales: KVScales | None) -> Mapping[str, mx.array]:
+    """Scales `[Hk, 1]` of keys and values, where the pool's dtype has a use for them."""
+    if scales is None or pool.key.dtype != "fp8_e4m3":
+        return {}
+    for given in (scales.k, scales.v):
+        if len(given) != pool.key.heads:
+            raise ValueError(f"{len(given)} KV scales do not fit {pool.key.heads} key heads")
+    return {"k": mx.array(scales.k)[:, None], "v": mx.array(scales.v)[:, None]}
 
 
 def _by_head(x: mx.array, heads: int) -> mx.array:

@@ -11,7 +11,15 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from polysilicon.backend import KV_DTYPES, DeviceError, KVPool, KVSpec, Plane
+from polysilicon.backend import (
+    KV_DTYPES,
+    KV_LARGEST_CODE,
+    DeviceError,
+    KVPool,
+    KVSpec,
+    Plane,
+    kv_planes,
+)
 from polysilicon.device_checks import check_block_headers, check_indexes, check_pages
 from polysilicon_metal.arrays import DTYPES, Array, to_device, to_host
 from polysilicon_metal.queue import Stage
@@ -63,6 +71,11 @@ class MetalKVPool(KVPool):
 
     @property
     def quantised(self) -> bool:
+        return self.key.dtype in KV_LARGEST_CODE
+
+    @property
+    def turned(self) -> bool:
+        """Whether vectors are stored as their Walsh-Hadamard transform."""
         return self.key.dtype == "int8"
 
     def place_of(self, layer: int) -> int:
@@ -176,16 +189,12 @@ class MetalKVPool(KVPool):
 
 
 def _keys_and_values(spec: KVSpec) -> tuple[Plane, Plane]:
-    """The planes `k` and `v`; those of dtype int8 have their scales behind both."""
+    """The planes `k` and `v` of what `kv_planes` makes."""
     key, value = spec.planes[:2]
-    expected = [
-        ("k", key.heads, key.dim, key.dtype),
-        ("v", key.heads, value.dim, key.dtype),
-        *((f"{name}_scale", key.heads, 1, "f32") for name in "kv" if key.dtype == "int8"),
-    ]
-    if [(plane.name, plane.heads, plane.dim, plane.dtype) for plane in spec.planes] != expected:
+    expected = kv_planes(heads=key.heads, key_dim=key.dim, value_dim=value.dim, dtype=key.dtype)
+    if tuple(spec.planes) != expected:
         raise ValueError(
             "the metal backend stores planes k and v of as many heads and one dtype, and the "
-            "scales of those that are int8 (polysilicon.backend.kv_planes)"
+            "scales of quantised ones, as polysilicon.backend.kv_planes makes them"
         )
     return key, value

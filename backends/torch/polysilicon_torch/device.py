@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -23,6 +23,7 @@ from polysilicon.backend import (
 )
 from polysilicon.device_checks import check_adapter_spec, check_kv_spec
 from polysilicon_torch.adapters import TorchAdapterPool
+from polysilicon_torch.ceilings import ceilings
 from polysilicon_torch.errors import contract_errors
 from polysilicon_torch.handles import MatrixHandle, VectorHandle, handle_bytes, place
 from polysilicon_torch.kernels import Kernels
@@ -55,6 +56,7 @@ class TorchDevice(Device):
             adapters=256,
             max_adapter_rank=256,
             tree_attention=True,
+            kv_scales=True,
             capture=runtime.graphs is not None and options.graphs,
         )
         self.ops = TorchOps(kernels, runtime.device)
@@ -141,6 +143,14 @@ class TorchDevice(Device):
         with contract_errors("tuning"):
             found = trials(self.runtime, self.kernels.dtype, tuning.target)
             return tune(self.runtime, tuning, card, found, report)
+
+    def ceilings(self, nbytes: int) -> Mapping[str, float]:
+        self.check_open()
+        self.runtime.check_fits("a working set", nbytes)
+        tuning, device = self.kernels.tuning, self.runtime.device
+        float8 = "none" if tuning is None or device.type == "cpu" else tuning.target.fp8
+        with contract_errors("measuring"), self.runtime.active():
+            return ceilings(self.runtime, nbytes, float8)
 
     def close(self) -> None:
         if self._closed:

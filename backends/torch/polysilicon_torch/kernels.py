@@ -58,7 +58,8 @@ class HeadNorm:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionSettings:
-    """What `Ops.attention` is told beside its values; sinks: float32 `[H]` or None."""
+    """What `Ops.attention` is told beside its values; sinks: float32 `[H]` or None; key_scales and
+    value_scales: its `kv_scales` where the planes are fp8_e4m3, float32 `[Hk]` each, else None."""
 
     heads: int
     scale: float
@@ -68,6 +69,8 @@ class AttentionSettings:
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     causal: bool = True
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
 
 
 class Kernels(Protocol):

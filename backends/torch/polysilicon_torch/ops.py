@@ -12,6 +12,7 @@ from polysilicon.backend import (
     Batch,
     Handle,
     KVPool,
+    KVScales,
     Normalization,
     Ops,
     Rope,
@@ -43,6 +44,7 @@ class TorchOps(Ops):
         self._kernels = kernels
         self._device = device
         self._ropes: dict[Rope, DeviceRope] = {}
+        self._kv_scales: dict[KVScales, tuple[torch.Tensor, torch.Tensor]] = {}
         self.used: set[Resource] | None = None
 
     def embed(self, table: Handle, tokens: torch.Tensor) -> torch.Tensor:
@@ -141,6 +143,7 @@ class TorchOps(Ops):
         softcap: float | None = None,
         sinks: Handle | None = None,
         causal: bool = True,
+        kv_scales: KVScales | None = None,
     ) -> torch.Tensor:
         assert isinstance(pool, TorchKVPool), "a KV pool of another device"
         self._note(pool)
@@ -153,6 +156,9 @@ class TorchOps(Ops):
                 f"queries of {heads} heads of {width} do not fit the pool's {key_heads} of "
                 f"{key_dim}"
             )
+        key_scales = value_scales = None
+        if kv_scales is not None and planes.dtype == "fp8_e4m3":
+            key_scales, value_scales = self._scales_of(kv_scales, key_heads)
         settings = AttentionSettings(
             heads=heads,
             scale=scale,
@@ -162,6 +168,8 @@ class TorchOps(Ops):
             softcap=softcap,
             sinks=None if sinks is None else vector_of(sinks, "sinks", heads),
             causal=causal,
+            key_scales=key_scales,
+            value_scales=value_scales,
         )
         place = pool.layer_place(layer)
         return self._kernels.attention(q, k, v, _placed(batch), planes, place, settings)
@@ -239,6 +247,16 @@ class TorchOps(Ops):
                 interleaved=rope.interleaved,
             )
         return self._ropes[rope]
+
+    def _scales_of(self, scales: KVScales, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if (len(scales.k), len(scales.v)) != (heads, heads):
+            raise ValueError(
+                f"{len(scales.k)} scales of k and {len(scales.v)} of v for {heads} heads"
+            )
+        if scales not in self._kv_scales:
+            k, v = torch.tensor((scales.k, scales.v), dtype=torch.float32).to(self._device)
+            self._kv_scales[scales] = k, v
+        return self._kv_scales[scales]
 
     def _note(self, resource: Resource) -> None:
         if self.used is not None:

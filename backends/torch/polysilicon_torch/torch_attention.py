@@ -30,8 +30,8 @@ def attention(
         keys = _prepared(k, key_heads, batch, settings.rope, settings.k_norm)
         values = v.float().unflatten(-1, (key_heads, -1))
         slots = batch.slots[planes.group]
-        _store(planes, "k", layer, slots, keys)
-        _store(planes, "v", layer, slots, values)
+        _store(planes, "k", layer, slots, keys, settings.key_scales)
+        _store(planes, "v", layer, slots, values, settings.value_scales)
     starts, contexts = batch.query_start.tolist(), batch.context_len.tolist()
     output = queries.new_zeros((len(queries), settings.heads, planes.v.shape[-1]))
     for sequence, context in enumerate(contexts):
@@ -94,9 +94,14 @@ def _prepared(
 
 
 def _store(
-    planes: KVPlanes, name: str, layer: int, slots: torch.Tensor, rows: torch.Tensor
+    planes: KVPlanes,
+    name: str,
+    layer: int,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    calibrated: torch.Tensor | None,
 ) -> None:
-    """Write float32 `[T, heads, dim]` at slots `[T]`."""
+    """Write float32 `[T, heads, dim]` at slots `[T]`; calibrated: the scales of fp8, or None."""
     plane = getattr(planes, name)[layer]
     page, offset = slots.div(planes.page_size, rounding_mode="floor"), slots % planes.page_size
     scales = getattr(planes, f"{name}_scale")
@@ -106,10 +111,10 @@ def _store(
     rows, largest = (turn(rows), 127) if plane.dtype == torch.int8 else (rows, 448)
     scale = rows.abs().amax(dim=-1) / largest
     scale = torch.where(scale < _LEAST_NORMAL, 0.0, scale)
-    scale = torch.where(scale.isfinite(), scale, torch.nan)
+    own = scale if calibrated is None else calibrated
+    scale = torch.where(scale.isfinite(), own, torch.nan)
     codes = torch.where((scale > 0)[..., None], rows / scale[..., None], 0.0)
-    if plane.dtype == torch.int8:
-        codes = codes.round()
+    codes = codes.round() if plane.dtype == torch.int8 else codes.clamp(-largest, largest)
     plane.view(torch.uint8)[page, :, offset] = codes.to(plane.dtype).view(torch.uint8)
     scales[layer][page, :, offset] = scale
 

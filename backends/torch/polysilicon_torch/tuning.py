@@ -191,17 +191,18 @@ def _bounds(value: Any, what: str) -> tuple[float, float]:
 
 
 def card_path(card: str, target: Target) -> Path:
-    """Where the table of a card lies: `card` is its name as the driver says it."""
+    """Where the table of a card lies: `card` is its name as the driver says it. Begins with `~` for
+    a user without a home directory."""
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     name = re.sub(r"[^A-Za-z0-9]+", "-", card).strip("-")[:64].lower() or "unnamed"
-    return Path(root).expanduser() / "polysilicon" / "tuning" / f"{target.name}-{name}.json"
+    return Path(os.path.expanduser(root)) / "polysilicon" / "tuning" / f"{target.name}-{name}.json"
 
 
 def read_card(card: str, target: Target, below: Sequence[Table]) -> Table:
     """The card's own table, empty where none was written. below: the tables that it is laid over,
     which know every kernel and every key. Raises TuningError."""
     path = card_path(card, target)
-    if not path.exists():
+    if not os.path.exists(path):  # nor for one who may not look
         return {}
     table = read_table(path)
     known = _keys(below)
@@ -240,6 +241,8 @@ def write_card(card: str, target: Target, rules: Mapping[str, Sequence[Rule]]) -
         }
     }
     parse_table(value)
+    if path.parts[0].startswith("~"):
+        raise TuningError(f"{path}: there is no home directory: set XDG_CACHE_HOME to a directory")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:

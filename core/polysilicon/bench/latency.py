@@ -13,6 +13,7 @@ from polysilicon.bench.metrics import distribution
 from polysilicon.bench.throughput import Load, check_fits, draw_prompts, fixed_length_requests
 from polysilicon.engine.client import Client
 from polysilicon.engine.engine import Engine
+from polysilicon.progress import Tick, no_tick
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,13 @@ class _Batch:
 
 
 def measure_latency(
-    client: Client, engine: Engine, load: Load, *, repeats: int, seed: int
+    client: Client,
+    engine: Engine,
+    load: Load,
+    *,
+    repeats: int,
+    seed: int,
+    tick: Tick = no_tick,
 ) -> Mapping[str, float]:
     """Submit the load's requests at once, `repeats` times after one that is not counted, with fresh
     tokens and an empty prefix cache each time.
@@ -32,7 +39,8 @@ def measure_latency(
     TTFT, TPOT and E2EL over all requests of all repeats, in ms, by the names of `distribution`.
     prefill_tokens_per_s: prompt tokens over the time to the last request's first token;
     decode_tokens_per_s: tokens after that moment over the time from then to the end; both medians
-    over repeats. Raises ConfigError as `check_fits` does.
+    over repeats. tick: called after each of the repeats + 1 batches. Raises ConfigError as
+    `check_fits` does.
     """
     check_fits(load, engine)
     random = np.random.default_rng(seed)
@@ -46,6 +54,7 @@ def measure_latency(
             batches.append(batch)
             prefill = load.batch * load.prompt_tokens / max(batch.first)
             rates.append((prefill, decoded / (max(batch.last) - max(batch.first))))
+        tick()
     pairs = [
         (first, last)
         for batch in batches

@@ -11,6 +11,7 @@ import numpy as np
 from polysilicon.engine.client import Client
 from polysilicon.engine.engine import Engine
 from polysilicon.errors import ConfigError
+from polysilicon.progress import Tick, no_tick
 from polysilicon.request import Request, SamplingParams
 
 
@@ -70,12 +71,20 @@ def fixed_length_requests(
     ]
 
 
-def measure(client: Client, engine: Engine, load: Load, *, repeats: int, seed: int) -> Throughput:
+def measure(
+    client: Client,
+    engine: Engine,
+    load: Load,
+    *,
+    repeats: int,
+    seed: int,
+    tick: Tick = no_tick,
+) -> Throughput:
     """Run the load `repeats` times, after one run that is not counted, with fresh tokens each.
 
     Prefill is timed on requests that end with their first token. The same prompts then decode
-    behind their cached KV, from the moment when every sequence has its first token. Raises
-    ConfigError as `check_fits` does.
+    behind their cached KV, from the moment when every sequence has its first token. tick: called
+    after each of the repeats + 1 runs. Raises ConfigError as `check_fits` does.
     """
     check_fits(load, engine)
     random = np.random.default_rng(seed)
@@ -85,6 +94,7 @@ def measure(client: Client, engine: Engine, load: Load, *, repeats: int, seed: i
         prompts = draw_prompts(random, load, engine)
         prefill = _prefill(client, engine, prompts, f"prefill-{repeat}")
         runs.append((prefill, *_decode(client, engine, prompts, load, f"decode-{repeat}")))
+        tick()
     columns = zip(*runs[1:], strict=True)
     return Throughput(**dict(zip(_FIELDS, map(statistics.median, columns), strict=True)))
 

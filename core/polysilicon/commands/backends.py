@@ -77,7 +77,7 @@ def _print_list(
             report.name,
             report.status,
             "\n".join(map(_device, report.devices)),
-            report.reason if declared is None else _summary(declared),
+            report.reason if declared is None else _summary(declared, report.reason),
         )
         for report, declared in opened
     ]
@@ -96,7 +96,7 @@ def _device(device: DeviceInfo) -> str:
     return f"{device.name}, {device.memory / 2**30:.1f} GiB{details}"
 
 
-def _summary(declared: Capabilities) -> str:
+def _summary(declared: Capabilities, reason: str) -> str:
     parts = [
         f"compute {declared.compute}",
         f"KV {' '.join(declared.kv_dtypes)}",
@@ -109,8 +109,10 @@ def _summary(declared: Capabilities) -> str:
         "deterministic": declared.deterministic,
         "tree attention": declared.tree_attention,
         "capture": declared.capture,
+        "calibrated KV scales": declared.kv_scales,
     }
-    return "; ".join(parts + [name for name, on in switches.items() if on])
+    parts += [name for name, on in switches.items() if on]
+    return "; ".join([*parts, reason] if reason else parts)
 
 
 def _print_json(
@@ -187,6 +189,9 @@ def _print_matrix(opened: list[_Opened], plugins: Plugins, as_json: bool) -> Non
             for item in listed
         ],
     )
+    for note in dict.fromkeys(item.note for item in listed if item.note):
+        types = ", ".join(item.type for item in listed if item.note == note)
+        print(f"note: {types}: {note}")
     for name, reason in reasons.items():
         print(f"{name}: {reason}")
     if reported:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from polysilicon import progress
 from polysilicon.bench.latency import measure_latency
 from polysilicon.bench.throughput import Load, measure
 from polysilicon.commands.bench_serve import serve
@@ -57,14 +58,14 @@ def throughput(
 ) -> None:
     """Prefill and decode tokens/s of one batch, offline."""
 
-    def figures(loaded: Loaded, load: Load) -> Mapping[str, float]:
+    def figures(loaded: Loaded, load: Load, tick: progress.Tick) -> Mapping[str, float]:
         return dataclasses.asdict(
-            measure(loaded.client, loaded.engine, load, repeats=repeats, seed=seed)
+            measure(loaded.client, loaded.engine, load, repeats=repeats, seed=seed, tick=tick)
         )
 
     loads = _loads(prompt_tokens, output_tokens, batch, shared_prefix)
     columns = ("prefill_tokens_per_s", "decode_tokens_per_s", "step_ms", "core_ms_per_step")
-    _measure_loads(config, model, loads, figures, columns, as_json)
+    _measure_loads(config, model, loads, repeats, figures, columns, as_json)
 
 
 @bench.command()
@@ -82,28 +83,35 @@ def latency(
 ) -> None:
     """TTFT, TPOT and their percentiles of one stream or batch, offline."""
 
-    def figures(loaded: Loaded, load: Load) -> Mapping[str, float]:
-        return measure_latency(loaded.client, loaded.engine, load, repeats=repeats, seed=seed)
+    def figures(loaded: Loaded, load: Load, tick: progress.Tick) -> Mapping[str, float]:
+        return measure_latency(
+            loaded.client, loaded.engine, load, repeats=repeats, seed=seed, tick=tick
+        )
 
     loads = _loads(prompt_tokens, output_tokens, batch, shared_prefix)
     latencies = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")
     columns = (*latencies, "prefill_tokens_per_s", "decode_tokens_per_s")
-    _measure_loads(config, model, loads, figures, columns, as_json)
+    _measure_loads(config, model, loads, repeats, figures, columns, as_json)
 
 
 def _measure_loads(
     config: Config,
     model: str | None,
     loads: Sequence[Load],
-    figures: Callable[[Loaded, Load], Mapping[str, float]],
+    repeats: int,
+    figures: Callable[[Loaded, Load, progress.Tick], Mapping[str, float]],
     columns: Sequence[str],
     as_json: bool,
 ) -> None:
     """Run the loads on one engine and print a row each."""
     measured: list[dict[str, Any]] = []
-    with session(config, model) as loaded:
+    with (
+        session(config, model) as loaded,
+        # One run of each load comes before those that are counted.
+        progress.pieces("runs", len(loads) * (repeats + 1)) as tick,
+    ):
         for load in loads:
-            measured.append(dataclasses.asdict(load) | dict(figures(loaded, load)))
+            measured.append(dataclasses.asdict(load) | dict(figures(loaded, load, tick)))
     if as_json:
         print_json(measured[0] if len(measured) == 1 else measured)
         return

@@ -15,7 +15,7 @@ from polysilicon.bench.serve import Result, detailed, measure
 from polysilicon.bench.settings import Settings
 from polysilicon.bench.tables import load_of, remarks, rows
 from polysilicon.bench.target import ServerError, Target
-from polysilicon.commands.output import print_json, print_table
+from polysilicon.commands.output import print_json, print_table, write_file
 
 _TEXT_NOTE = "prompts go as words, about one a token: token ids are not taken here"
 
@@ -40,11 +40,11 @@ def run_load(
     for remark in remarks(results):
         print(f"polysilicon: {remark}", file=sys.stderr)
     if result is not None:
-        result.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        write_file(result, json.dumps(figures, indent=1) + "\n")
     if report is not None:
         from polysilicon.bench.report import render
 
-        report.write_text(render(results), encoding="utf-8")
+        write_file(report, render(results))
     if results[-1].run.interrupted:
         raise KeyboardInterrupt
     if not any(entry.figures["completed"] for entry in results):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from polysilicon import progress
 from polysilicon.commands.lines import ModelArgument, read_lines
 from polysilicon.commands.options import configured
-from polysilicon.commands.output import print_json, print_table
+from polysilicon.commands.output import print_json, print_table, write_file
 from polysilicon.commands.session import ENGINE_FIELDS, session
 from polysilicon.config import Config, load_config
 from polysilicon.engine.loading import Loaded
@@ -23,7 +22,6 @@ from polysilicon.evals.evaluation import Evaluation, Subject, notable_tokens
 from polysilicon.evals.tables import columns, rows
 from polysilicon.evals.tasks import Task, parse_task
 from polysilicon.evals.text import (
-    Advance,
     compare_text,
     read_text,
     score_text,
@@ -170,7 +168,7 @@ def evaluate(
     if report is not None:
         from polysilicon.evals.report import render
 
-        report.write_text(render(evaluation), encoding="utf-8")
+        write_file(report, render(evaluation))
     if evaluation.failures:
         raise QualityError("; ".join(evaluation.failures))
 
@@ -191,8 +189,8 @@ def _on_text(
         with session(config, model) as loaded:
             subject, reference = _subject(model, config, loaded), None
             windows = windows_of(loaded, text, cut)
-            with _bar("windows", len(windows)) as advance:
-                scores = score_text(loaded, windows, advance)
+            with progress.pieces("windows", len(windows)) as tick:
+                scores = score_text(loaded, windows, tick)
     else:
         # They take turns with one window at a time, and need no KV for more.
         alone = {"max_sequences": 1}
@@ -207,8 +205,8 @@ def _on_text(
                     f"{model} and {other[0]} cut the text into different tokens: a reference needs "
                     "the same tokenizer"
                 )
-            with _bar("windows", len(windows)) as advance:
-                scores = compare_text(loaded, second, windows, advance)
+            with progress.pieces("windows", len(windows)) as tick:
+                scores = compare_text(loaded, second, windows, tick)
     figures = text_figures(scores)
     beginning = "".join(map(loaded.tokenizer.token_text, beginning_of_text(loaded.tokenizer)))
     return Evaluation(
@@ -238,8 +236,8 @@ def _on_tasks(
     found = []
     subjects = []
     for name, settings in ((model, config), *(() if other is None else (other,))):
-        with session(settings, name) as loaded, _bar("tasks", len(tasks)) as advance:
-            found.append(run_tasks(loaded, tasks, advance))
+        with session(settings, name) as loaded, progress.pieces("tasks", len(tasks)) as tick:
+            found.append(run_tasks(loaded, tasks, tick))
             subjects.append(_subject(name, settings, loaded))
     figures = task_figures(*found)
     return Evaluation(
@@ -330,28 +328,3 @@ def _check_report(report: Path | None) -> None:
         raise ConfigError(f"{report} cannot be written: name a file in a directory that exists")
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError("--report needs matplotlib: pip install 'polysilicon[bench]'")
-
-
-@contextmanager
-def _bar(what: str, total: int) -> Iterator[Advance]:
-    """A bar on stderr while that is a terminal."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = Console(file=sys.stderr)
-    with Progress(
-        *bars,
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    ) as shown:
-        task = shown.add_task(what, total=total)
-        yield lambda: shown.update(task, advance=1)

@@ -92,7 +92,7 @@ def plan(
 ) -> None:
     """What a model takes of memory, what fits, and ceilings of its speed and cost, from its
     config.json or GGUF header alone: side by side for several accelerators and quantisations."""
-    from polysilicon.commands.output import print_json, print_table
+    from polysilicon.commands.output import print_json, print_table, write_file
     from polysilicon.errors import ConfigError
     from polysilicon.plan import planner, tables
     from polysilicon.plan.model import NONE, open_model, quantized
@@ -136,10 +136,7 @@ def plan(
         if html is not None:
             from polysilicon.plan.report import render
 
-            try:
-                html.write_text(render(plans, backends), encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"--html {html} cannot be written: {error.strerror}") from None
+            write_file(html, render(plans, backends))
     if as_json:
         print_json(tables.as_json(plans, backends))
         return

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import Annotated
 
 import typer
 
+from polysilicon.catalogue import names_model
 from polysilicon.commands.options import configured
 from polysilicon.commands.session import ENGINE_FIELDS, sampling, session, stream
 from polysilicon.config import SAMPLING_FIELDS, Config
@@ -32,6 +34,11 @@ def run(
     """Continue a prompt and stream the text."""
     if len(words) > 2:
         raise ConfigError("run takes [MODEL] PROMPT: put the prompt in quotes")
+    if len(words) == 1 and names_model(words[0]):
+        raise ConfigError(
+            f"{words[0]} is a model, and a prompt is missing: "
+            f'polysilicon run {shlex.quote(words[0])} "PROMPT"'
+        )
     model, prompt = (None, words[0]) if len(words) == 1 else words
     if prompt == "-":
         prompt = sys.stdin.read()

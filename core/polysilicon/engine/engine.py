@@ -38,7 +38,7 @@ from polysilicon.sequence import Sequence, Step
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _InFlight:
-    """A submitted step whose tokens have not come back. began: when it was submitted."""
+    """A step whose tokens have not come back. began: when its submission began."""
 
     step: Step
     fence: int
@@ -328,6 +328,8 @@ class Engine:
             previous = last.pending if last else None
             embeds = self._embedding and any(s.sequence in self._embedding for s in step.scheduled)
             states = None
+            # Where the device computes at once, the step is done when the call comes back.
+            now = time.monotonic()
             try:
                 if embeds:
                     assert isinstance(self.executor, EmbeddingExecutor)
@@ -344,7 +346,6 @@ class Engine:
                 continue
             finally:
                 self.counts.core_seconds -= time.perf_counter() - core
-            now = time.monotonic()
             fence = self.scheduler.submitted(step, now)
             if self._unscheduled:
                 for share in step.scheduled:

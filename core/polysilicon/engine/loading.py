@@ -126,6 +126,7 @@ def _load_native(
                     device,
                     max_length=config.max_length,
                     quantize=config.quantize,
+                    kv_dtype=_kv_dtype(config, device.capabilities),
                     progress=advance,
                     added=plugins.architectures,
                 )
@@ -151,8 +152,14 @@ def _load_native(
         except DeviceError as error:
             raise PluginError(f"backend {selection.name} failed: {error}") from error
         undo.pop_all()
-    chosen = f"backend {selection.name} on {selection.devices[config.device].name}"
-    return engine, (f"{chosen}: {selection.reason}", *model.notes, *notes)
+    return engine, (_chosen(selection, config.device), *model.notes, *notes)
+
+
+def _chosen(selection: Selection, device: int) -> str:
+    chosen = f"backend {selection.name} on {selection.devices[device].name}"
+    if not selection.passed_over:
+        return chosen
+    return f"{chosen} (not {', '.join(selection.passed_over)}: polysilicon backends says why)"
 
 
 def open_device(config: Config, selection: Selection) -> Device:

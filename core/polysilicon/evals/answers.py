@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -12,8 +13,8 @@ from polysilicon.errors import RequestError
 from polysilicon.evals.requests import answers
 from polysilicon.evals.statistics import estimate
 from polysilicon.evals.tasks import ExactMatch, MultipleChoice, Task
-from polysilicon.evals.text import Advance
 from polysilicon.evals.windows import beginning_of_text
+from polysilicon.progress import Tick
 from polysilicon.request import Request, RequestOutput, SamplingParams
 
 _SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0)
@@ -24,7 +25,8 @@ class Outcome:
     """What came of one task. answer: the choice of the greatest log-probability, or the text that
     was generated, normalised. correct_by_length: of a multiple choice, with each choice's
     log-probability divided by its characters. scores: the choices' log-probabilities. Of equal
-    choices the first is taken."""
+    choices the first is taken; where none has any probability, as of logits that are all NaN, the
+    answer is wrong."""
 
     answer: str
     correct: bool
@@ -32,7 +34,7 @@ class Outcome:
     scores: tuple[float, ...] = ()
 
 
-def run_tasks(loaded: Loaded, tasks: Sequence[Task], advance: Advance) -> list[Outcome]:
+def run_tasks(loaded: Loaded, tasks: Sequence[Task], tick: Tick) -> list[Outcome]:
     """Answer tasks, many at a time. Text is generated greedily.
 
     Raises RequestError, which names the place, for a task that does not fit the model's context,
@@ -53,7 +55,7 @@ def run_tasks(loaded: Loaded, tasks: Sequence[Task], advance: Advance) -> list[O
                 continue
             del scores[index]
             outcomes[index] = _chosen(task, [of_task[i] for i in range(len(task.choices))])
-        advance()
+        tick()
     return [outcomes[index] for index in range(len(tasks))]
 
 
@@ -103,10 +105,11 @@ def _sum(outputs: Sequence[RequestOutput], boundary: int) -> float:
 def _chosen(task: MultipleChoice, scores: list[float]) -> Outcome:
     chosen = int(np.argmax(scores))
     by_length = [score / len(text) for score, text in zip(scores, task.choices, strict=True)]
+    possible = scores[chosen] > -math.inf
     return Outcome(
         answer=task.choices[chosen],
-        correct=chosen == task.answer,
-        correct_by_length=int(np.argmax(by_length)) == task.answer,
+        correct=possible and chosen == task.answer,
+        correct_by_length=possible and int(np.argmax(by_length)) == task.answer,
         scores=tuple(scores),
     )
 

@@ -110,7 +110,7 @@ def _exact_match(line: Mapping[str, Any], prompt: str, place: str) -> ExactMatch
     if "max_tokens" in line:
         max_tokens = _field(line, "max_tokens", _NUMBER, "a number", place)
     if not 0 < max_tokens < 1 << 31:
-        raise ConfigError(f'{place}: "max_tokens" must be above 0, not {max_tokens}')
+        raise ConfigError(f'{place}: "max_tokens" must be above 0, not {max_tokens!s:.20}')
     stop = ["\n"]
     if isinstance(line.get("stop"), str):
         stop = [line["stop"]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +16,10 @@ from polysilicon.evals.divergence import Comparison, aligned, compare, joined
 from polysilicon.evals.requests import answers
 from polysilicon.evals.statistics import Float64, estimate, spread
 from polysilicon.evals.windows import Cut, Window, beginning_of_text
+from polysilicon.progress import Tick
 from polysilicon.request import Request, SamplingParams
 
 MAX_TEXT = 16 << 20
-
-Advance = Callable[[], None]
-"""Called once a window, or a line of tasks, is done."""
-
 _SCORING = SamplingParams(max_tokens=0, prompt_logprobs=0)
 
 
@@ -74,7 +71,7 @@ def windows_of(loaded: Loaded, text: str, cut: Cut) -> list[Window]:
     return windows
 
 
-def score_text(loaded: Loaded, windows: Sequence[Window], advance: Advance) -> TextScores:
+def score_text(loaded: Loaded, windows: Sequence[Window], tick: Tick) -> TextScores:
     """Score a text's windows, many at a time. Raises RequestError when the engine fails."""
     found: dict[int, Float64] = {}
     requests = (
@@ -86,13 +83,13 @@ def score_text(loaded: Loaded, windows: Sequence[Window], advance: Advance) -> T
         index = int(request.id)
         # Those of the prompt begin with its second token.
         found[index] = np.array(scores[windows[index].first - 1 :], np.float64)
-        advance()
+        tick()
     logprobs = np.concatenate([found[index] for index in range(len(windows))])
     return _scores(windows, logprobs, loaded.engine.executor.vocab_size)
 
 
 def compare_text(
-    loaded: Loaded, reference: Loaded, windows: Sequence[Window], advance: Advance
+    loaded: Loaded, reference: Loaded, windows: Sequence[Window], tick: Tick
 ) -> TextScores:
     """Score a text's windows by a model and a reference side by side, over the ids that both have.
 
@@ -100,7 +97,7 @@ def compare_text(
     """
     pair = Distributions(loaded), Distributions(reference)
     width = min(model.vocab_size for model in pair)
-    comparison = joined(list(_compared(*pair, width, windows, advance)))
+    comparison = joined(list(_compared(*pair, width, windows, tick)))
     return _scores(windows, comparison.logprob, width, comparison)
 
 
@@ -109,7 +106,7 @@ def _compared(
     reference: Distributions,
     width: int,
     windows: Iterable[Window],
-    advance: Advance,
+    tick: Tick,
 ) -> Iterator[Comparison]:
     for window in windows:
         targets = np.array(window.scored, np.int64)
@@ -118,7 +115,7 @@ def _compared(
             end = at + len(ours)
             yield compare(ours[:, :width], theirs[:, :width], targets[at:end])
             at = end
-        advance()
+        tick()
 
 
 def _scores(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from polysilicon.backend import Handle
+from polysilicon.backend import Handle, KVScales
 from polysilicon.models.config import ModelConfig
 from polysilicon.models.model import Model
 from polysilicon.models.names import TensorNames
@@ -18,14 +18,22 @@ from polysilicon.weights.fields import Fields
 class Weights(Protocol):
     """The checkpoint's tensors, placed on the device by the family's own names for them."""
 
-    def matrix(self, *keys: str) -> Handle:
-        """Place matrices `[N_i, K]`, fused into one product."""
+    def matrix(self, *keys: str, parts: Sequence[int] | None = None) -> Handle:
+        """Place matrices `[N_i, K]`, fused into one product. parts: into how many parts of as many
+        rows each is cut; None for one."""
 
-    def stack(self, *keys: str) -> Handle:
-        """Place stacks `[E, N_i, K]` of expert matrices, fused; a matrix is a stack of one."""
+    def stack(self, *keys: str, feeds: str | None = None) -> Handle:
+        """Place stacks `[E, N_i, K]` of expert matrices, fused; a matrix is a stack of one.
+
+        feeds: the stack whose inputs are element-wise functions of these outputs, and of nothing
+        else: both may then be placed in another order than the checkpoint has.
+        """
 
     def vector(self, *keys: str, offset: float = 0.0) -> Handle:
         """Place vectors `[N_i]`, concatenated, with `offset` added to every element."""
+
+    def vectors(self, key: str) -> Sequence[Handle]:
+        """Place the rows of a matrix `[M, N]` as M vectors."""
 
     def expert_bias(self, *keys: str) -> Handle:
         """Place biases `[E, N_i]` of experts as one matrix `[E, sum of N_i]`."""
@@ -33,6 +41,10 @@ class Weights(Protocol):
     def computed(self, compute: Callable[..., Sequence[Float32]], *keys: str) -> Handle:
         """Place matrices that `compute` makes of the values of keys, fused: float32 where one of
         them is stored so, else in 16 bits."""
+
+    def kv_scales(self, key: str, value: str, *, heads: int) -> KVScales | None:
+        """What `Ops.attention` is to be told of a layer whose keys and values come from these
+        matrices; None where KV is not fp8, or the checkpoint was not calibrated for it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

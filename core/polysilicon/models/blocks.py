@@ -65,10 +65,11 @@ def place_linear(
     inputs: int,
     biased: bool = False,
     target: str | None = None,
+    parts: Sequence[int] | None = None,
 ) -> Linear:
-    """The modules of keys such as `layers.3.q` as one product."""
+    """The modules of keys such as `layers.3.q` as one product. parts: as in `Weights.matrix`."""
     return Linear(
-        weight=weights.matrix(*(f"{key}.weight" for key in keys)),
+        weight=weights.matrix(*(f"{key}.weight" for key in keys), parts=parts),
         bias=weights.vector(*(f"{key}.bias" for key in keys)) if biased else None,
         inputs=inputs,
         target=target,

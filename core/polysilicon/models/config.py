@@ -74,7 +74,9 @@ class ModelConfig:
     qkv_bias, o_bias, mlp_bias: which projections have biases.
     qk_norm: RMS norms over each head of queries and keys. qk_projection_norm: over all heads
     together (OLMo 2).
-    layer_norms: norms are layer norms with a bias (StableLM).
+    head_norms: layer norms over each head, each with weights of its own. layer_norms: norms are
+    layer norms with a bias (StableLM). parallel_residual: attention and feed-forward block read the
+    same norm, and both are added to the residual stream at once (StableLM 2 12B).
     pre_norms: what goes into attention and feed-forward blocks is normed. post_norms: what comes
     out of them is, before it is added (Gemma, OLMo 2).
     unit_offset_norms: norms scale by `1 + weight` (Gemma).
@@ -109,7 +111,9 @@ class ModelConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     qk_projection_norm: bool = False
+    head_norms: bool = False
     layer_norms: bool = False
+    parallel_residual: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     unit_offset_norms: bool = False

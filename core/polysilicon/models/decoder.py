@@ -101,10 +101,14 @@ class DecoderModel(Model):
             x, residual = layers[0].attention_norm(ops, residual)
         hidden = []
         for index, layer in enumerate(layers):
+            normed = x
             x = layer.attention(step, x, self._pools[index])
             x = self._scaled(ops, x, layer.post_attention_norm)
-            x, residual = _joined(ops, x, residual, layer.ffn_norm)
-            x = layer.feed_forward(step, x)
+            if config.parallel_residual:
+                x = ops.add(x, layer.feed_forward(step, normed))
+            else:
+                x, residual = _joined(ops, x, residual, layer.ffn_norm)
+                x = layer.feed_forward(step, x)
             x = self._scaled(ops, x, layer.post_ffn_norm)
             last = index + 1 == len(layers)
             x, residual = _joined(
@@ -161,7 +165,8 @@ def decoder_shapes(
 
 def _layer_norms(config: ModelConfig) -> list[str]:
     return [
-        *(("attention_norm", "ffn_norm") if config.pre_norms else ()),
+        *(("attention_norm",) if config.pre_norms else ()),
+        *(("ffn_norm",) if config.pre_norms and not config.parallel_residual else ()),
         *(("post_attention_norm", "post_ffn_norm") if config.post_norms else ()),
     ]
 

@@ -62,7 +62,9 @@ class Mixture:
             scale=experts.scale,
         )
         first, last = [f"{at}.expert_gate", f"{at}.expert_up"], f"{at}.expert_down"
-        self._gate_up = weights.stack(*(f"{key}.weight" for key in first))
+        # Biases would have to be placed in the order of their experts, too.
+        feeds = None if experts.bias else f"{last}.weight"
+        self._gate_up = weights.stack(*(f"{key}.weight" for key in first), feeds=feeds)
         self._down = weights.stack(f"{last}.weight")
         self._gate_up_bias: Handle | None = None
         self._down_bias: Handle | None = None

@@ -9,7 +9,8 @@ outputs. The cache holds `rope_dim + 2 * rank` numbers a token instead of two ve
 The two merged projections are computed when a model is placed, in 16 bits or more whatever the
 checkpoint's encoding. They have `(rank + rope_dim) / (nope_dim + rope_dim)` and `rank / value_dim`
 times the elements of what they come from (2.7 and 4 for DeepSeek-V3), which is what this form
-costs for as long as there is no product by head among the ops. Adapters do not apply to it.
+costs for as long as there is no product by head among the ops. Adapters do not apply to it. Nor do
+calibrated scales of KV: those of keys and values say nothing of latents.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from polysilicon.models.hf_config import MAX_POSITIONS
 from polysilicon.models.model import Model
 from polysilicon.models.names import Shape, Source, TensorNames
 from polysilicon.models.placing import Placing
+from polysilicon.models.quantizing import check_dense
 from polysilicon.models.registry import architectures, find_gguf, find_hf
 from polysilicon.progress import Advance
 from polysilicon.weights.checkpoint import Checkpoint, SafetensorsCheckpoint
@@ -27,6 +28,7 @@ def load_model(
     *,
     max_length: int | None = None,
     quantize: str | None = None,
+    kv_dtype: str | None = None,
     progress: Advance | None = None,
     added: Sequence[Architecture] = (),
 ) -> Model:
@@ -35,6 +37,8 @@ def load_model(
     max_length: tokens of context to load for, which settles rotary scalings that depend on it; None
     for as many as the model was trained for.
     quantize: a key of `QUANTIZE_SCHEMES`, by which a dense checkpoint's matrices are rounded first.
+    kv_dtype: of the pools that the model is to use; `fp8_e4m3` takes the scales that the checkpoint
+    was calibrated for, None takes none.
     progress: called with the bytes of the checkpoint that are placed and those there are in all.
     added: architectures of plugins.
 
@@ -45,7 +49,11 @@ def load_model(
     """
     family, config, names = read_config(checkpoint, max_length=max_length, added=added)
     sources = find_sources(checkpoint, family, config, names)
-    placing = Placing(checkpoint, device, sources, progress, quantize=quantize)
+    if quantize is not None:
+        tensors = (name for source in sources.values() for name in source.tensors)
+        types = (checkpoint.tensors[name].type for name in tensors)
+        check_dense(types, quantize, str(checkpoint.path))
+    placing = Placing(checkpoint, device, sources, progress, quantize=quantize, kv_dtype=kv_dtype)
     model = family.build(config, placing)
     model.notes = (*_context_notes(config), *placing.notes())
     model.nbytes = placing.nbytes

@@ -85,6 +85,14 @@ class TensorNames:
         """The same names with these modules added, or instead."""
         return dataclasses.replace(self, modules={**self.modules, **modules})
 
+    def knows(self, key: str) -> bool:
+        """Whether the parameter of a key has a name here."""
+        path, _, kind = key.rpartition(".")
+        prefix, _, module = _split(path)
+        name = f"{prefix}{module}"
+        holders = [name, *(fused for fused, held in self.fused.items() if name in held.modules)]
+        return any(f"{held}.{kind}" in self.tensors or held in self.modules for held in holders)
+
     def of(self, key: str, expert: int = 0) -> str:
         """The tensor of a key such as `embedding.weight` or `layers.3.q.bias`."""
         path, _, kind = key.rpartition(".")

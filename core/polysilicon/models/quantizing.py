@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from polysilicon.weights.encodings import (
     Weight,
 )
 from polysilicon.weights.files import shown
+from polysilicon.weights.safetensors import SUPPORTED_TYPES
 
 GROUP = 32
 """Elements that share a scale, in the schemes that have groups."""
@@ -60,6 +62,13 @@ scale, `fp8` to e4m3 with a scale for each output. Embeddings and the output pro
 under `w4` and `w8` and stay dense under `fp8`; routers of experts, norms and biases stay dense."""
 
 
+def check_dense(types: Iterable[str], scheme: str, source: str) -> None:
+    """Raises ConfigError where any of a checkpoint's stored types is one of quantised weights."""
+    found = Counter(name for name in types if name not in SUPPORTED_TYPES)
+    if found:
+        raise _quantized_already(scheme, source, ", ".join(name for name, _ in found.most_common()))
+
+
 def quantize_loaded(weight: Weight, key: str, scheme: str, source: str) -> Weight:
     """A matrix as `--quantize` wants it; itself where the scheme leaves it dense.
 
@@ -68,10 +77,7 @@ def quantize_loaded(weight: Weight, key: str, scheme: str, source: str) -> Weigh
     quantised already, and ModelError for one that holds no numbers.
     """
     if not isinstance(weight, Dense):
-        raise ConfigError(
-            f"--quantize {scheme} works on dense checkpoints, and {source} is quantised already "
-            f"({weight.encoding}). Leave --quantize out, or name the unquantised model."
-        )
+        raise _quantized_already(scheme, source, weight.encoding)
     chosen = QUANTIZE_SCHEMES[scheme]
     module = key.rpartition(".")[0].rpartition(".")[2]
     quantize = chosen.tables if module in _TABLES else chosen.linears
@@ -87,6 +93,13 @@ def quantize_loaded(weight: Weight, key: str, scheme: str, source: str) -> Weigh
     if values.ndim == 2:
         return quantize(values)
     return _unstacked(quantize(values.reshape(-1, inputs)), weight.shape)
+
+
+def _quantized_already(scheme: str, source: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"--quantize {scheme} works on dense checkpoints, and {source} is quantised already "
+        f"({what}). Leave --quantize out, or name the unquantised model."
+    )
 
 
 def _unstacked(weight: Weight, shape: tuple[int, ...]) -> Weight:

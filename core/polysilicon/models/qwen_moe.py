@@ -23,12 +23,15 @@ _QWEN2_DEFAULTS = {
     "num_experts_per_tok": 4,
     "moe_intermediate_size": 1408,
     "shared_expert_intermediate_size": 5632,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
 }
 _QWEN3_DEFAULTS = {
     **_DEFAULTS,
     "num_experts": 128,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 768,
+    "sliding_window": 4096,
 }
 
 _MLP = "model.layers.{layer}.mlp"
@@ -61,8 +64,6 @@ _QWEN2_GGUF_NAMES = GGUF_NAMES.with_modules(
 
 def _read_experts(fields: Fields, layers: int) -> Experts:
     """What both have in config.json."""
-    if fields.flag("use_sliding_window", default=False):
-        raise fields.refuse("use_sliding_window", "false: no published model has such windows")
     step = fields.integer("decoder_sparse_step", high=hf_config.MAX_LAYERS)
     dense = fields.integers("mlp_only_layers", high=hf_config.MAX_LAYERS)
     # transformers 5 saves Qwen3-MoE's number under another name.
@@ -77,21 +78,36 @@ def _read_experts(fields: Fields, layers: int) -> Experts:
     )
 
 
+def _windows(fields: Fields, sliding: list[bool]) -> tuple[int | None, ...]:
+    """Those that transformers has, which differ from those of the dense Qwens; in Qwen3-MoE all
+    layers have one."""
+    if not fields.flag("use_sliding_window", default=False):
+        return (None,) * len(sliding)
+    return hf_config.windows(fields, sliding)
+
+
 def _read_qwen2(fields: Fields, max_length: int | None) -> ModelConfig:
     fields = fields.with_defaults(_QWEN2_DEFAULTS)
     config = dataclasses.replace(QWEN2.read_hf(fields, max_length), architecture="qwen2moe")
+    last = fields.integer("max_window_layers", low=0)
+    every_other = [layer % 2 == 0 and layer < last for layer in range(config.layers)]
+    sliding = hf_config.sliding_layers(fields, every_other)
     experts = dataclasses.replace(
         _read_experts(fields, config.layers),
         shared_size=fields.integer("shared_expert_intermediate_size"),
         shared_router=True,
     )
     bias = fields.flag("qkv_bias", default=True)
-    return dataclasses.replace(config, qkv_bias=bias, experts=experts)
+    return dataclasses.replace(
+        config, qkv_bias=bias, experts=experts, windows=_windows(fields, sliding)
+    )
 
 
 def _read_qwen3(fields: Fields, max_length: int | None) -> ModelConfig:
     fields = fields.with_defaults(_QWEN3_DEFAULTS)
     config = dataclasses.replace(QWEN3.read_hf(fields, max_length), architecture="qwen3moe")
+    sliding = [True] * config.layers
+    config = dataclasses.replace(config, windows=_windows(fields, sliding))
     return dataclasses.replace(config, experts=_read_experts(fields, config.layers))
 
 

@@ -35,7 +35,7 @@ class Hardware(ABC):
     key: what it is called on the command line. name: what its vendor calls it.
     memory: bytes. rates: operations a second of dense products, by dtype, where they are known.
     compute: the dtype that its products are computed in whatever weights are stored in, or None
-    where that follows from the weights.
+    where that follows from the weights, as it does where there is no rate of it.
     """
 
     key: str
@@ -51,7 +51,8 @@ class Hardware(ABC):
     def product_rate(self, dtype: str) -> tuple[str, Figure] | None:
         """The dtype of products, and their rate, for weights that could be multiplied in `dtype`:
         in the 16 bits that every weight can be widened to where the hardware has no rate of it."""
-        for name in (self.compute,) if self.compute is not None else (dtype, "bf16"):
+        given = () if self.compute is None else (self.compute,)
+        for name in (*given, dtype, "bf16"):
             if name in self.rates:
                 return name, self.rates[name]
         return None

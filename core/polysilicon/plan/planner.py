@@ -126,7 +126,7 @@ class Plan:
     stream_rate, batch_rate: decode of one sequence and of all together, at the full context.
     prefill_rate: of one prompt. ttft: of a prompt that nothing else is computed beside. tpot: of
     all sequences halfway through their outputs. end_to_end: of both. products: dtype that products
-    are computed in, and its rate. bandwidth: at what a step of the whole batch reads.
+    are computed in, and its rate. bandwidth: at what a step of the whole batch moves.
     price: dollars an hour. input_cost, output_cost: dollars for a million tokens of prompts, and of
     outputs.
     """

@@ -1,7 +1,9 @@
 """Ceilings: how fast a model can be at most on hardware with these figures.
 
-A step takes at least as long as reading its bytes takes at the full bandwidth, and as its products
-take at the full rate (the roofline model, Williams, Waterman and Patterson, CACM 2009).
+A part of a step takes at least as long as moving its bytes takes at the full bandwidth, and as its
+products take at the full rate (the roofline model, Williams, Waterman and Patterson, CACM 2009).
+The parts follow one another, as each needs what the one before it gives, so that their times add
+up: while attention waits for KV, the units that multiply weights are idle.
 """
 
 from __future__ import annotations
@@ -13,15 +15,17 @@ from polysilicon.backend import KVSpec
 from polysilicon.models.config import ModelConfig
 from polysilicon.plan.weights import WeightTraffic
 
+_LOGIT = 4
+"""Bytes of a logit, a float32."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
-    """What some steps do together: bytes that are read, and products, a multiplication and an
-    addition being two. working_set: bytes that one step reads, which caches may hold."""
+class Part:
+    """Some of a step's work that is done together: bytes that are read or written, and operations
+    of products, a multiplication and an addition being two."""
 
     nbytes: float
     operations: float
-    working_set: float
 
     def seconds(self, *, bandwidth: float | None, rate: float | None) -> float | None:
         """The least that it takes: by bandwidth (bytes a second) or by the rate of products,
@@ -34,6 +38,33 @@ class Work:
         return max(bounds, default=None)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What some steps do, part by part. working_set: bytes that one step moves, which caches may
+    hold."""
+
+    parts: tuple[Part, ...]
+    working_set: float
+
+    @property
+    def nbytes(self) -> float:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def operations(self) -> float:
+        return sum(part.operations for part in self.parts)
+
+    def seconds(self, *, bandwidth: float | None, rate: float | None) -> float | None:
+        """The least that all parts take one after another; None where neither is known."""
+        seconds = 0.0
+        for part in self.parts:
+            least = part.seconds(bandwidth=bandwidth, rate=rate)
+            if least is None:
+                return None
+            seconds += least
+        return seconds
+
+
 def decode_work(
     traffic: WeightTraffic,
     config: ModelConfig,
@@ -43,12 +74,18 @@ def decode_work(
     context: int,
 ) -> Work:
     """One step that gives each of `concurrency` sequences of `context` tokens its next token: the
-    weights are read once, and the KV of every sequence."""
+    weights are read once, the KV of every sequence, and its logits are written and read."""
     kv = sum(spec.token_bytes * _seen(spec, context) for spec in specs)
     pairs = sum(len(spec.layers) * _seen(spec, context) for spec in specs)
-    products = traffic.layer_products + traffic.head_products + pairs * _pair_products(config)
-    nbytes = traffic.bytes_of(concurrency) + concurrency * kv
-    return Work(nbytes=nbytes, operations=2.0 * concurrency * products, working_set=nbytes)
+    attention = Part(
+        nbytes=concurrency * kv, operations=2.0 * concurrency * pairs * _pair_products(config)
+    )
+    parts = (
+        *_layers(traffic, tokens=concurrency, steps=1),
+        attention,
+        *_head(traffic, config, rows=concurrency),
+    )
+    return Work(parts=parts, working_set=sum(part.nbytes for part in parts))
 
 
 def prefill_work(
@@ -60,17 +97,40 @@ def prefill_work(
     step_tokens: int,
 ) -> Work:
     """Computing the KV of a prompt of `tokens` tokens in chunks of `step_tokens`, and the logits of
-    its last one. Attention grows with the square of the prompt, in windows with their product."""
+    its last one. Attention grows with the square of the prompt, in windows with their product; the
+    KV that it reads is little beside what a chunk's many queries make of it, and not counted."""
     chunks, rest = divmod(tokens, step_tokens)
-    nbytes = chunks * traffic.bytes_of(step_tokens) + (traffic.bytes_of(rest) if rest else 0.0)
     pairs = sum(len(spec.layers) * _pairs(spec, tokens) for spec in specs)
-    products = (
-        tokens * traffic.layer_products + traffic.head_products + pairs * _pair_products(config)
-    )
     return Work(
-        nbytes=nbytes,
-        operations=2.0 * products,
+        parts=(
+            *_layers(traffic, tokens=step_tokens, steps=chunks),
+            *_layers(traffic, tokens=rest, steps=1 if rest else 0),
+            Part(nbytes=0.0, operations=2.0 * pairs * _pair_products(config)),
+            *_head(traffic, config, rows=1),
+        ),
         working_set=traffic.bytes_of(min(tokens, step_tokens)),
+    )
+
+
+def _layers(traffic: WeightTraffic, *, tokens: int, steps: int) -> tuple[Part, Part]:
+    """The layers' matrices in `steps` steps of `tokens` tokens: experts, of which a step's tokens
+    share few, apart from the others."""
+    rows = 2.0 * steps * tokens
+    return (
+        Part(nbytes=steps * traffic.layer_read, operations=rows * traffic.layer_products),
+        Part(
+            nbytes=steps * traffic.expert_bytes(tokens),
+            operations=rows * traffic.expert_products,
+        ),
+    )
+
+
+def _head(traffic: WeightTraffic, config: ModelConfig, *, rows: int) -> tuple[Part, Part]:
+    """The output projection, which writes the logits, and the sampler, which reads them."""
+    logits = rows * config.vocab_size * _LOGIT
+    return (
+        Part(nbytes=traffic.head_read + logits, operations=2.0 * rows * traffic.head_products),
+        Part(nbytes=logits, operations=0.0),
     )
 
 

@@ -20,16 +20,27 @@ _SEARCH_ROWS = 256
 
 # Modules of a layer in which a norm feeds the linears named here and nothing else.
 _KNOWN = {
-    *("attention_norm", "q", "k", "v", "o", "q_norm", "k_norm", "post_attention_norm"),
+    *("attention_norm", "q", "k", "v", "o", "q_norm", "k_norm", "sinks", "post_attention_norm"),
+    *("q_a", "q_a_norm", "q_b", "kv_latent", "k_rope", "kv_norm", "kv_b", "k_b", "v_b"),
     *("ffn_norm", "gate", "up", "down", "post_ffn_norm"),
+    *("router", "correction", "expert_gate", "expert_up", "expert_down"),
+    *("shared_router", "shared_gate", "shared_up", "shared_down"),
 }
 # By the linears that read x: the module that makes it.
 _MAKERS = {
     ("q", "k", "v"): "attention_norm",
     ("o",): "v",
+    ("q", "kv_latent", "k_rope"): "attention_norm",
+    ("q_a", "kv_latent", "k_rope"): "attention_norm",
+    ("q_b",): "q_a_norm",
+    ("kv_b",): "kv_norm",
     ("gate", "up"): "ffn_norm",
     ("down",): "up",
+    ("expert_down",): "expert_up",
+    ("shared_down",): "shared_up",
 }
+# What reads the norm before a mixture of experts.
+_MIXTURE = ("router", "expert_gate", "expert_up", "shared_router", "shared_gate", "shared_up")
 
 
 def find_scale(
@@ -69,13 +80,14 @@ def find_scale(
 class Scaling:
     """The scales that were found, and where they go.
 
-    columns, rows: by key of a matrix, factors on its columns, and divisors of its rows. vectors: by
-    key of a norm's weight or bias or of a matrix's bias, divisors of its elements.
+    columns, rows: by key of a matrix, and expert where one alone is meant, factors on its columns,
+    and divisors of its rows. vectors: by key of a norm's weight or bias or of a matrix's bias,
+    divisors of its elements.
     """
 
     def __init__(self, source: ModelSource) -> None:
-        self.columns: dict[str, Float32] = {}
-        self.rows: dict[str, Float32] = {}
+        self.columns: dict[tuple[str, int | None], Float32] = {}
+        self.rows: dict[tuple[str, int | None], Float32] = {}
         self.vectors: dict[str, Float32] = {}
         self._source = source
         layers = {key.split(".")[2] for key in source.shapes if key.startswith("layers.")}
@@ -96,30 +108,55 @@ class Scaling:
         if maker == "v" and config.heads != config.kv_heads:
             # A value head serves several query heads, whose inputs to o would have one scale.
             return None
-        if maker == "up" and config.activation == "swiglu_oai":
+        if maker.endswith("up") and config.activation == "swiglu_oai":
+            return None
+        if maker == "expert_up" and f"layers.{layer}.{maker}.bias" in self._source.shapes:
             return None
         return f"layers.{layer}.{maker}"
 
-    def add(self, keys: Sequence[str], scale: Float32) -> None:
+    def add(self, keys: Sequence[str], scale: Float32, expert: int | None = None) -> None:
         maker = self._maker(keys)
         assert maker is not None
-        self.columns |= dict.fromkeys(keys, scale)
+        self.columns |= dict.fromkeys(((key, expert) for key in keys), scale)
         if maker.endswith("norm"):
             self.vectors[f"{maker}.weight"] = scale
         else:
-            self.rows[f"{maker}.weight"] = scale
+            self.rows[f"{maker}.weight", expert] = scale
         if f"{maker}.bias" in self._source.shapes:
             self.vectors[f"{maker}.bias"] = scale
 
-    def applied(self, unit: Unit, values: Float32) -> Float32:
-        """A unit's values, scaled."""
+    def mixture_readers(self, keys: Sequence[str]) -> list[str]:
+        """All that reads what goes into the mixture of the experts of `keys`; nothing where that
+        cannot be scaled."""
+        at, _, experts = keys[0].rpartition(".expert_")
+        shapes = self._source.shapes
+        if not (self.known and experts and f"{at}.ffn_norm.weight" in shapes):
+            return []
+        return [key for name in _MIXTURE if (key := f"{at}.{name}.weight") in shapes]
+
+    def add_mixture(self, readers: Sequence[str], scale: Float32) -> None:
+        """A scale for what goes into a mixture. readers: as `mixture_readers` gives them."""
+        norm = f"{readers[0].rsplit('.', 2)[0]}.ffn_norm"
+        self.columns |= dict.fromkeys(((key, None) for key in readers), scale)
+        self.vectors[f"{norm}.weight"] = scale
+        if f"{norm}.bias" in self._source.shapes:
+            self.vectors[f"{norm}.bias"] = scale
+
+    def columns_of(self, key: str, expert: int | None) -> Float32 | None:
+        """The factors on the columns of a matrix, where some were found."""
+        return self.columns.get((key, expert), self.columns.get((key, None)))
+
+    def applied(self, unit: Unit, values: Float32, matrix: int = 0) -> Float32:
+        """The values of a unit's matrix, scaled."""
         values = values.copy()
         for part in unit.parts:
             rows = slice(None) if part.rows is None else np.asarray(part.rows)
-            if part.key in self.columns:
-                values[rows] *= self.columns[part.key]
-            if part.key in self.rows:
-                values[rows] /= self.rows[part.key][:, None]
+            expert = unit.expert(part, matrix)
+            columns = self.columns_of(part.key, expert)
+            if columns is not None:
+                values[rows] *= columns
+            if (part.key, expert) in self.rows:
+                values[rows] /= self.rows[part.key, expert][:, None]
             if part.key in self.vectors:
                 offset = np.float32(
                     part.key.endswith("norm.weight") and self._source.config.unit_offset_norms

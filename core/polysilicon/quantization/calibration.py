@@ -2,9 +2,9 @@
 
 All calibration tokens go through the model in one batch, so a linear sees every input that it will
 ever see in one call: it can be quantised there and then, and what follows is computed from what it
-became. Weights are read when they are needed and let go of afterwards; what stays in memory is the
-residual stream behind every layer, float32: for `MAX_TOKENS` tokens and 32 layers of width 4096
-about 8 GiB.
+became. An expert sees those of the tokens that its router sends to it. Weights are read when they
+are needed and let go of afterwards; what stays in memory is the residual stream behind every layer,
+float32: for `MAX_TOKENS` tokens and 32 layers of width 4096 about 8 GiB.
 """
 
 from __future__ import annotations
@@ -26,10 +26,16 @@ from polysilicon.backend import (
     Pending,
     Weight,
 )
-from polysilicon.errors import ConfigError, ModelError
+from polysilicon.errors import ConfigError
+from polysilicon.models.config import kv_groups
+from polysilicon.models.decoder import build_decoder
+from polysilicon.models.model import Model
+from polysilicon.ops import Routing
+from polysilicon.quantization.expanded_attention import ExpandedAttention, expanded
 from polysilicon.quantization.source import ModelSource
 from polysilicon.reference.device import ReferenceDevice
-from polysilicon.reference.handles import ReferenceHandle
+from polysilicon.reference.handles import ReferenceHandle, weights_of
+from polysilicon.reference.moe import route
 from polysilicon.reference.ops import ReferenceOps
 from polysilicon.tokenizer import Tokenizer
 from polysilicon.weights.encodings import Float32
@@ -47,9 +53,15 @@ class Linears(Protocol):
     def table(self, key: str, rows: npt.NDArray[np.int64]) -> Float32:
         """Rows of the embedding table."""
 
-    def visit(self, keys: Sequence[str], x: Float32) -> Sequence[Float32]:
+    def visit(
+        self, keys: Sequence[str], x: Float32, expert: int | None = None
+    ) -> Sequence[Float32]:
         """Take the inputs `[T, K]` of the fused matrices of `keys`; give what they are from now on,
-        `[N_i, K]` each."""
+        `[N_i, K]` each. expert: whose, where the keys are of stacks; T may then be 0."""
+
+    def mixture(self, keys: Sequence[str], x: Float32) -> None:
+        """Take what goes into a mixture of experts, `[T, K]`, before each visit with the inputs of
+        one of them. keys: of the stacks that read it."""
 
 
 def calibration_sequences(tokenizer: Tokenizer, text: str, length: int) -> list[list[int]]:
@@ -69,13 +81,17 @@ def calibration_sequences(tokenizer: Tokenizer, text: str, length: int) -> list[
 
 
 def run(source: ModelSource, sequences: Sequence[Sequence[int]], linears: Linears) -> None:
-    """Run the model on all sequences; `linears` is asked for every matrix, in the model's order.
-
-    Raises ModelError for a model with stacks of experts.
-    """
+    """Run the model on all sequences; `linears` is asked for every matrix, in the model's order,
+    but for those that a family computes others from: they are taken as they are."""
     device = ReferenceDevice()
-    model = source.family.build(source.config, _Vectors(source, device))
-    specs = model.kv_specs(_PAGE_TOKENS, "f32")
+    config, weights = source.config, _Vectors(source, device)
+    model: Model
+    if config.latent is None:
+        model = source.family.build(config, weights)
+        specs = model.kv_specs(_PAGE_TOKENS, "f32")
+    else:
+        model = build_decoder(config, weights, attention=ExpandedAttention)
+        specs = kv_groups(expanded(config, config.latent), _PAGE_TOKENS, "f32")
     model.bind([_Place(spec) for spec in specs])
     batch, pages = _batch(sequences, len(specs))
     pools = [device.kv_pool(dataclasses.replace(spec, layers=(0,)), pages) for spec in specs]
@@ -114,7 +130,23 @@ class _Matrix:
 
     keys: tuple[str, ...]
     parts: tuple[int, ...]
+    stacked: bool = False
     nbytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Computed:
+    """Matrices that a family makes of others, made each time that they are used."""
+
+    source: ModelSource
+    compute: Callable[..., Sequence[Float32]]
+    keys: tuple[str, ...]
+    parts: tuple[int, ...] = ()
+    nbytes: int = 0
+
+    def handle(self) -> ReferenceHandle:
+        values = self.compute(*(self.source.parameter(key).dequantize() for key in self.keys))
+        return ReferenceHandle(np.concatenate(values), tuple(len(part) for part in values))
 
 
 class _Place(KVPool):
@@ -143,9 +175,14 @@ class _Vectors:
         self._source = source
         self._device = device
 
-    def matrix(self, *keys: str) -> Handle:
-        rows = tuple(self._source.shapes[key][0] for key in keys)
-        return _Matrix(keys=keys, parts=rows)
+    def matrix(self, *keys: str, parts: Sequence[int] | None = None) -> Handle:
+        rows = [self._source.shapes[key][0] for key in keys]
+        cut = zip(rows, parts or [1] * len(rows), strict=True)
+        return _Matrix(keys=keys, parts=tuple(n // count for n, count in cut for _ in range(count)))
+
+    def vectors(self, key: str) -> Sequence[Handle]:
+        rows = self._source.parameter(key).dequantize()
+        return [self._device.put([Dense(array=row)]) for row in rows]
 
     def vector(self, *keys: str, offset: float = 0.0) -> Handle:
         parts: list[Weight] = [
@@ -154,20 +191,20 @@ class _Vectors:
         ]
         return self._device.put(parts)
 
-    def stack(self, *keys: str) -> Handle:
-        raise self._refuse()
+    def stack(self, *keys: str, feeds: str | None = None) -> Handle:
+        shapes = [self._source.shapes[key] for key in keys]
+        rows = tuple(shape[-2] for shape in shapes)
+        return _Matrix(keys=keys, parts=rows, stacked=len(shapes[0]) == 3)
 
     def expert_bias(self, *keys: str) -> Handle:
-        raise self._refuse()
+        values = [self._source.parameter(key).dequantize() for key in keys]
+        return self._device.put([Dense(array=np.concatenate(values, axis=-1))])
 
     def computed(self, compute: Callable[..., Sequence[Float32]], *keys: str) -> Handle:
-        raise self._refuse()
+        return _Computed(source=self._source, compute=compute, keys=keys)
 
-    def _refuse(self) -> ModelError:
-        return ModelError(
-            f"calibration does not know the experts and absorbed matrices of "
-            f"{self._source.family.name}. Use --method rtn."
-        )
+    def kv_scales(self, key: str, value: str, *, heads: int) -> None:
+        return None
 
 
 class _CalibrationOps(ReferenceOps):
@@ -189,11 +226,45 @@ class _CalibrationOps(ReferenceOps):
         adapters: AdapterRef | None = None,
         batch: Batch | None = None,
     ) -> tuple[Float32, ...]:
+        if isinstance(weight, _Computed):
+            return super().linear(x, weight.handle(), bias=bias)
         assert isinstance(weight, _Matrix)
         if len(x) == 0:
             return tuple(np.zeros((0, rows), np.float32) for rows in weight.parts)
         matrices = np.concatenate(self._linears.visit(weight.keys, x))
         return super().linear(x, ReferenceHandle(matrices, weight.parts), bias=bias)
+
+    def moe(
+        self,
+        x: Float32,
+        router_logits: Float32,
+        gate_up: Handle,
+        down: Handle,
+        *,
+        routing: Routing,
+        activation: str,
+        gate_up_bias: Handle | None = None,
+        down_bias: Handle | None = None,
+    ) -> Float32:
+        assert isinstance(gate_up, _Matrix)
+        assert isinstance(down, _Matrix)
+        self._linears.mixture(gate_up.keys, x)
+        chosen, weights = route(router_logits, routing)
+        output = np.zeros_like(x)
+        for index in range(router_logits.shape[1]):
+            expert = index if gate_up.stacked else None
+            rows, choice = np.nonzero(chosen == index)
+            inner = x[rows] @ np.concatenate(self._linears.visit(gate_up.keys, x[rows], expert)).T
+            if gate_up_bias is not None:
+                inner += weights_of(gate_up_bias)[index]
+            gate, up = np.split(inner, [gate_up.parts[0]], axis=-1)
+            inner = self.gated_act(gate, up, activation)
+            (matrix,) = self._linears.visit(down.keys, inner, expert)
+            result = inner @ matrix.T
+            if down_bias is not None:
+                result += weights_of(down_bias)[index]
+            output[rows] += result * weights[rows, choice, None]
+        return output
 
     def attention(
         self,

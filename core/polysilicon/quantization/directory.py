@@ -61,7 +61,7 @@ def choose_grids(source: ModelSource, layout: str, bits: int | None, group: int 
     units = [
         unit for unit in source.units.values() if unit.linear and (kind.tables or not unit.table)
     ]
-    common = functools.reduce(math.gcd, (unit.shape[1] for unit in units), 0)
+    common = functools.reduce(math.gcd, (unit.shape[-1] for unit in units), 0)
     fitting = [size for size in kind.groups if common % size == 0]
     if group is not None and group not in kind.groups:
         known = ", ".join(map(str, sorted(kind.groups)))
@@ -71,14 +71,14 @@ def choose_grids(source: ModelSource, layout: str, bits: int | None, group: int 
             f"choose --group {fitting[0]}" if fitting else "write GGUF instead, such as --to q8_0"
         )
         asked = group or min(kind.groups)
-        odd = next(unit for unit in units if unit.shape[1] % asked)
+        odd = next(unit for unit in units if unit.shape[-1] % asked)
         raise ConfigError(
-            f"{odd.name} has {odd.shape[1]} inputs, which groups of {asked} do not divide: {mend}"
+            f"{odd.name} has {odd.shape[-1]} inputs, which groups of {asked} do not divide: {mend}"
         )
     for unit in units:
-        if unit.shape[0] % kind.rows:
+        if unit.shape[-2] % kind.rows:
             raise ConfigError(
-                f"{unit.name} has {unit.shape[0]} outputs, and --to {layout} packs {kind.rows} "
+                f"{unit.name} has {unit.shape[-2]} outputs, and --to {layout} packs {kind.rows} "
                 "into a word: choose --to compressed-tensors"
             )
     return Grids(bits=bits, group=fitting[0] if group is None else group)
@@ -88,6 +88,7 @@ class DirectoryOutput:
     """An `Output` into an existing, empty directory."""
 
     def __init__(self, directory: Path, source: ModelSource, layout: str, grids: Grids) -> None:
+        """Raises ModelError for a GGUF model that config.json cannot describe."""
         self.notes: list[str] = []
         self._directory = directory
         self._source = source
@@ -96,6 +97,7 @@ class DirectoryOutput:
         self._dtype = source.dense_dtype
         self._writer = SafetensorsWriter(directory, dict(self._layout.metadata))
         self._dense_linears: list[str] = []
+        self._stated = self._config()
 
     def fit(self, unit: Unit) -> rtn.Fit | None:
         if not unit.linear or (unit.table and not self._layout.tables):
@@ -115,13 +117,13 @@ class DirectoryOutput:
             self._writer.add(f"{module}.{name}", array)
 
     def dense(self, unit: Unit, values: Float32) -> None:
-        if len(unit.shape) == 2 and unit.parts[0].key != "embedding.weight":
+        if unit.name.endswith(".weight") and len(unit.shape) > 1 and unit.module != "embedding":
             self._dense_linears.append(unit.name.removesuffix(".weight"))
         self._writer.add(unit.name, _narrow(values, self._dtype))
 
     def close(self) -> None:
         self._writer.close()
-        config = self._config()
+        config = self._stated
         for key in _STATED_BEFORE:
             config.pop(key, None)
         config["torch_dtype"] = {"f16": "float16", "bf16": "bfloat16"}[self._dtype]
@@ -154,4 +156,6 @@ def _narrow(values: Float32, dtype: str) -> np.ndarray[Any, Any]:
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    # Half a surrogate pair, which no UTF-8 spells, becomes JSON's escape again.
+    path.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -7,13 +7,31 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from polysilicon.weights.encodings import Array, GroupAffine, Scales, SuperScaled, unpack_codes
+from polysilicon.weights.encodings import (
+    Array,
+    GroupAffine,
+    Scales,
+    SuperScaled,
+    Weight,
+    unpack_codes,
+)
+from polysilicon.weights.stacks import take_matrix
 
 Bytes = npt.NDArray[np.uint8]
 
 
 def encode(weight: GroupAffine, kind: str) -> Bytes:
-    """The blocks of a matrix `[N, K]` on a grid of `kind`, uint8 `[N, K / block * size]`."""
+    """The blocks of a matrix or stack `[..., N, K]` on grids of `kind`, uint8 `[rows, K / block *
+    size]`, those of all matrices."""
+    if len(weight.shape) == 3:
+        return np.concatenate(
+            [_encode(take_matrix(weight, index), kind) for index in range(weight.shape[0])]
+        )
+    return _encode(weight, kind)
+
+
+def _encode(weight: Weight, kind: str) -> Bytes:
+    assert isinstance(weight, GroupAffine)
     rows, columns = weight.shape
     codes = unpack_codes(weight.codes, weight.bits, columns)
     block = 256 if kind.endswith("_K") else 32

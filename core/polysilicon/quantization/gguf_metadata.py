@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import cast
 
@@ -12,7 +11,8 @@ from polysilicon.errors import ModelError
 from polysilicon.models.config import ModelConfig
 from polysilicon.models.hf_config import rope_parameters
 from polysilicon.models.rope import base_frequencies
-from polysilicon.ops import Rope
+from polysilicon.quantization.config_check import differences
+from polysilicon.quantization.gguf_families import ARCHITECTURES, Keys, family_keys, yarn_keys
 from polysilicon.quantization.gguf_tokenizer import tokenizer_metadata
 from polysilicon.quantization.source import ModelSource
 from polysilicon.weights.checkpoint import Checkpoint, SafetensorsCheckpoint
@@ -29,14 +29,6 @@ _DROPPED = ("general.alignment", "general.file_type", "general.quantization_vers
 _DROPPED_PREFIXES = ("split.", "quantize.imatrix.")
 _CARRIED_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
-_ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3",
-}
 _QUANTIZATION_VERSION = 2
 
 
@@ -67,14 +59,14 @@ def gguf_metadata(source: ModelSource, file_type: int) -> tuple[Metadata, dict[s
 def _from_config(source: ModelSource) -> tuple[Metadata, dict[str, Float32]]:
     checkpoint, config, family = source.checkpoint, source.config, source.family
     assert isinstance(checkpoint, SafetensorsCheckpoint)
-    if family.name not in _ARCHITECTURES:
+    if family.name not in ARCHITECTURES:
         raise ModelError(
             f"no GGUF metadata is written for {family.name} models. Write a directory instead, "
             "such as --to compressed-tensors, or start from a GGUF file of this model."
         )
-    name = _ARCHITECTURES[family.name]
+    name = ARCHITECTURES[family.name]
     window = next((window for window in config.windows if window is not None), None)
-    keys: dict[str, MetadataValue | None] = {
+    keys: Keys = {
         "context_length": config.max_position,
         "embedding_length": config.hidden_size,
         "block_count": config.layers,
@@ -90,13 +82,13 @@ def _from_config(source: ModelSource) -> tuple[Metadata, dict[str, Float32]]:
         "attn_logit_softcapping": config.attention_softcap,
         "final_logit_softcapping": config.final_softcap,
     }
-    rope, extra = _rope(config, _rope_base(checkpoint))
+    rope, extra = _rope(config, _rope_parameters(checkpoint))
     metadata: Metadata = {
         "general.architecture": name,
         "general.type": "model",
         "general.name": checkpoint.path.name,
     }
-    for key, value in (keys | rope).items():
+    for key, value in (keys | family_keys(config) | rope).items():
         if value is not None:
             metadata[f"{name}.{key}"] = value
     _check(source, metadata, extra)
@@ -114,29 +106,36 @@ def _sliding_pattern(config: ModelConfig) -> MetadataValue | None:
     return np.array(sliding)
 
 
-def _rope_base(checkpoint: SafetensorsCheckpoint) -> float:
+def _rope_parameters(checkpoint: SafetensorsCheckpoint) -> Fields:
     values = checkpoint.config
     text = values.get("text_config")
     fields = Fields(text if isinstance(text, dict) else values, "config.json")
-    return rope_parameters(fields, "full_attention").number("rope_theta", default=1e4)
+    return rope_parameters(fields, "full_attention")
 
 
-def _rope(
-    config: ModelConfig, base: float
-) -> tuple[dict[str, MetadataValue | None], dict[str, Float32]]:
+def _rope(config: ModelConfig, parameters: Fields) -> tuple[Keys, dict[str, Float32]]:
     """Keys and tensors for the rotary embedding of the layers with full attention."""
     full = [layer for layer, window in enumerate(config.windows) if window is None]
     rope = config.ropes[full[0] if full else 0]
     assert rope is not None
+    base = parameters.number("rope_theta", default=1e4)
+    keys: Keys = {"rope.dimension_count": rope.dim, "rope.freq_base": base}
+    if parameters.text("rope_type") == "yarn":
+        names = ("beta_fast", "beta_slow", "attention_factor", "mscale_all_dim")
+        stated = {
+            name: parameters.number(name, low=0.0, high=1e6)
+            for name in ("factor", *names)
+            if parameters.has(name)
+        }
+        original = "original_max_position_embeddings"
+        if parameters.has(original):
+            stated[original] = parameters.integer(original)
+        return keys | yarn_keys(stated, latent=config.latent is not None), {}
     if rope.scale != 1:
         raise ModelError(
-            "this model's rotary scaling (YaRN or LongRoPE) is not carried into GGUF. Write a "
-            "directory instead, such as --to compressed-tensors."
+            "this model's rotary scaling (LongRoPE) is not carried into GGUF. Write a directory "
+            "instead, such as --to compressed-tensors."
         )
-    keys: dict[str, MetadataValue | None] = {
-        "rope.dimension_count": rope.dim,
-        "rope.freq_base": base,
-    }
     factors = base_frequencies(base, rope.dim) / np.array(rope.frequencies)
     if np.allclose(factors, 1, rtol=1e-6):
         return keys, {}
@@ -168,39 +167,10 @@ def _check(source: ModelSource, metadata: Metadata, extra: Mapping[str, Float32]
     reader = family.read_gguf
     written = cast(Checkpoint, _Tensors(source, extra))
     read = reader(Fields(metadata, "the GGUF file"), written, None)
-    same = dataclasses.replace(
-        read,
-        architecture=config.architecture,
-        ropes=config.ropes,
-        norm_eps=config.norm_eps,
-        attention_scale=config.attention_scale,
-    )
-    near = (
-        _near(read.norm_eps, config.norm_eps)
-        and _near(read.attention_scale, config.attention_scale)
-        and all(_same_rope(a, b) for a, b in zip(read.ropes, config.ropes, strict=True))
-    )
-    if same == config and near:
+    odd = differences(read, config)
+    if not odd:
         return
-    odd = [
-        field.name
-        for field in dataclasses.fields(config)
-        if getattr(same, field.name) != getattr(config, field.name)
-    ]
     raise ModelError(
         f"GGUF's keys for {family.name} cannot say what this model has "
-        f"({', '.join(odd) or 'rotary embedding, norms or attention scale'}). Write a directory "
-        "instead, such as --to compressed-tensors."
-    )
-
-
-def _near(a: float, b: float) -> bool:
-    return bool(np.isclose(a, b, rtol=1e-6, atol=0))
-
-
-def _same_rope(a: Rope | None, b: Rope | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return (a.dim, a.scale) == (b.dim, b.scale) and np.allclose(
-        a.frequencies, b.frequencies, rtol=1e-5
+        f"({', '.join(odd)}). Write a directory instead, such as --to compressed-tensors."
     )

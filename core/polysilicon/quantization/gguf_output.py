@@ -45,6 +45,7 @@ _WITHOUT_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 
 # Converters add 1 to these families' norm weights, whose models scale by `1 + weight`.
 _NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
+_ROWS_INTERLEAVED = frozenset({"llama", "granite"})
 
 
 def fit_of(kind: str) -> rtn.Fit:
@@ -61,11 +62,10 @@ def tensor_type(unit: Unit, kind: str, layers: int, *, tied: bool) -> str:
     """
     if not unit.linear:
         return "F32"
-    base = kind.removesuffix("_m").upper()
-    module = unit.parts[0].key.rpartition(".")[0].rpartition(".")[2]
+    base, module = kind.removesuffix("_m").upper(), unit.module
     if (module == "head" or (module == "embedding" and tied)) and base != "Q8_0":
         base = "Q6_K"
-    elif kind.endswith("_m") and module in ("v", "down"):
+    elif kind.endswith("_m") and module in ("v", "down", "expert_down", "shared_down"):
         layer = int(unit.parts[0].key.split(".")[1])
         eighth = layers // 8
         if layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2:
@@ -135,11 +135,11 @@ class GGUFOutput:
         self._writer.write(unit.name, np.ascontiguousarray(values, kind).reshape(-1).view(np.uint8))
 
     def _order(self, unit: Unit) -> npt.NDArray[np.int64] | None:
-        """Rows of llama's q and k, as its converter has them: those of a rotary pair, i and
-        i + d / 2 of a head, become 2 i and 2 i + 1."""
+        """Rows of llama's and granite's q and k, as converters have them: those of a rotary pair,
+        i and i + d / 2 of a head, become 2 i and 2 i + 1."""
         config = self._source.config
-        module = unit.parts[0].key.rpartition(".")[0].rpartition(".")[2]
-        if self._architecture != "llama" or module not in ("q", "k"):
+        module = unit.module
+        if self._architecture not in _ROWS_INTERLEAVED or module not in ("q", "k"):
             return None
         heads = config.heads if module == "q" else config.kv_heads
         rows = np.arange(unit.shape[0], dtype=np.int64)

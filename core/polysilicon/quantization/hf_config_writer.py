@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,10 +9,12 @@ import numpy as np
 
 from polysilicon.errors import ModelError
 from polysilicon.models.architecture import Architecture
-from polysilicon.models.config import ModelConfig
+from polysilicon.models.config import Experts, ModelConfig
 from polysilicon.models.mistral import MISTRAL
+from polysilicon.models.mixtral import MIXTRAL
 from polysilicon.models.rope import base_frequencies, llama3_frequencies
 from polysilicon.ops import Rope
+from polysilicon.quantization.config_check import differences
 from polysilicon.quantization.source import ModelSource
 from polysilicon.weights.fields import Fields
 from polysilicon.weights.gguf import GGUFFile
@@ -22,7 +23,10 @@ _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"
 
 # Llama 3's scaling reaches GGUF as factors alone: (factor, low, high, original) of its releases.
 _LLAMA3 = tuple((factor, 1.0, 4.0, 8192) for factor in (8.0, 32.0, 16.0, 4.0))
-_WRITTEN = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3")
+_WRITTEN = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2moe", "qwen3moe"),
+    *("gemma2", "gemma3"),
+)
 
 
 def hf_config(source: ModelSource) -> dict[str, Any]:
@@ -33,9 +37,9 @@ def hf_config(source: ModelSource) -> dict[str, Any]:
     """
     checkpoint, config, family = source.checkpoint, source.config, source.family
     assert isinstance(checkpoint, GGUFFile)
-    if family.name == "llama" and any(config.windows):
-        # Mistral's GGUF files call themselves llama.
-        family = MISTRAL
+    if family.name == "llama" and (config.experts is not None or any(config.windows)):
+        # Mixtral's and Mistral's GGUF files call themselves llama.
+        family = MISTRAL if config.experts is None else MIXTRAL
     if family.name not in _WRITTEN:
         raise ModelError(
             f"no config.json is written for {family.name} models out of GGUF files. "
@@ -78,6 +82,8 @@ def _by_family(config: ModelConfig, family: Architecture) -> dict[str, Any]:
         return {"use_sliding_window": False}
     if family.name == "qwen3":
         return {"attention_bias": config.qkv_bias, "use_sliding_window": False}
+    if config.experts is not None:
+        return _mixture(config, config.experts, family)
     gemma: dict[str, Any] = {
         "attention_bias": config.qkv_bias,
         "hidden_activation": _ACTIVATIONS[config.activation],
@@ -88,6 +94,27 @@ def _by_family(config: ModelConfig, family: Architecture) -> dict[str, Any]:
         "final_logit_softcapping": config.final_softcap,
     }
     return gemma
+
+
+def _mixture(config: ModelConfig, experts: Experts, family: Architecture) -> dict[str, Any]:
+    values: dict[str, Any] = {"num_experts_per_tok": experts.top_k}
+    if family is MIXTRAL:
+        window = next((window for window in config.windows if window is not None), None)
+        return values | {"sliding_window": window, "num_local_experts": experts.count}
+    values |= {
+        "use_sliding_window": False,
+        "num_experts": experts.count,
+        "moe_intermediate_size": experts.size,
+        "norm_topk_prob": experts.renormalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    if family.name == "qwen3moe":
+        return values | {"attention_bias": config.qkv_bias}
+    return values | {
+        "qkv_bias": config.qkv_bias,
+        "shared_expert_intermediate_size": experts.shared_size,
+    }
 
 
 def _whole(value: float) -> int | float:
@@ -140,27 +167,11 @@ def _rope_scaling(rope: Rope, base: float) -> dict[str, Any] | None:
 def _check(values: Mapping[str, Any], config: ModelConfig, family: Architecture) -> None:
     """Hold what config.json says against the model that it is of."""
     read = family.read_hf(Fields(values, "config.json"), None)
-    same = dataclasses.replace(
-        read,
-        architecture=config.architecture,
-        ropes=config.ropes,
-        attention_scale=config.attention_scale,
-    )
-    ropes = all(
-        (a is None) == (b is None)
-        and (a is None or b is None or np.allclose(a.frequencies, b.frequencies, rtol=1e-5))
-        for a, b in zip(read.ropes, config.ropes, strict=True)
-    )
-    scale = np.isclose(read.attention_scale, config.attention_scale, rtol=1e-6)
-    if same == config and ropes and scale:
+    odd = differences(read, config)
+    if not odd:
         return
-    odd = [
-        field.name
-        for field in dataclasses.fields(config)
-        if getattr(same, field.name) != getattr(config, field.name)
-    ]
     raise ModelError(
         f"config.json of {family.name} cannot say what this model has "
-        f"({', '.join(odd) or 'rotary embedding or attention scale'}). Give the safetensors of "
-        "this model, or write GGUF, such as --to q4_k_m."
+        f"({', '.join(odd)}). Give the safetensors of this model, or write GGUF, such as "
+        "--to q4_k_m."
     )

@@ -1,7 +1,7 @@
 """How quantised matrices lie in safetensors: compressed-tensors, GPTQ, AWQ and MLX.
 
 A layout turns a `GroupAffine` `[N, K]` into the stored tensors of its module, exactly, and says in
-`config.json` what was done.
+`config.json` what was done. Experts are modules of their own, but for MLX, which has stacks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from polysilicon.weights.encodings import Array, GroupAffine, unpack_codes
 class Layout:
     """bits: those it has. groups: sizes of groups that other tools read. grid: `symmetric`,
     `zero_point` or `affine`. tables: whether embeddings and the output projection are quantised
-    too. rows: what the number of a matrix's outputs is a multiple of.
+    too. rows: what the number of a matrix's outputs is a multiple of. stacks: whether experts are
+    stacks `[E, N, K]`, or each a module of its own.
     pack: the stored tensors of a module, by the end of their names.
     settings: what config.json says, by key, of (bits, group, modules that stayed dense).
     """
@@ -30,6 +31,7 @@ class Layout:
     grid: str
     tables: bool
     rows: int
+    stacks: bool
     pack: Callable[[GroupAffine], Mapping[str, Array]]
     settings: Callable[[int, int, Sequence[str]], Mapping[str, Any]]
     metadata: Mapping[str, str]
@@ -181,6 +183,7 @@ LAYOUTS = {
         grid="symmetric",
         tables=False,
         rows=1,
+        stacks=False,
         pack=_pack_compressed,
         settings=_compressed_settings,
         metadata={"format": "pt"},
@@ -191,6 +194,7 @@ LAYOUTS = {
         grid="symmetric",
         tables=False,
         rows=8,
+        stacks=False,
         pack=_pack_gptq,
         settings=_gptq_settings,
         metadata={"format": "pt"},
@@ -201,6 +205,7 @@ LAYOUTS = {
         grid="zero_point",
         tables=False,
         rows=8,
+        stacks=False,
         pack=_pack_awq,
         settings=_awq_settings,
         metadata={"format": "pt"},
@@ -211,6 +216,7 @@ LAYOUTS = {
         grid="affine",
         tables=True,
         rows=1,
+        stacks=True,
         pack=_pack_mlx,
         settings=_mlx_settings,
         metadata={"format": "mlx"},

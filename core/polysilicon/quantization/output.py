@@ -15,10 +15,10 @@ class Output(Protocol):
     notes: list[str]
 
     def fit(self, unit: Unit) -> Fit | None:
-        """How the grid of a unit is chosen; None where it stays dense."""
+        """How the grids of a unit's matrices are chosen; None where it stays dense."""
 
     def quantized(self, unit: Unit, weight: GroupAffine) -> None:
-        """Write a unit whose grid `fit` chose."""
+        """Write a unit whose grids `fit` chose, of the unit's shape."""
 
     def dense(self, unit: Unit, values: Float32) -> None:
         """Write a unit that stays dense, float32."""

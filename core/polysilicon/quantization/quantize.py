@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from polysilicon.errors import ConfigError, PolysiliconError
 from polysilicon.models.architecture import Architecture
 from polysilicon.progress import Progress, no_progress
@@ -22,7 +24,9 @@ from polysilicon.quantization.output import Output
 from polysilicon.quantization.source import ModelSource, Unit
 from polysilicon.tokenizer import Tokenizer
 from polysilicon.weights.checkpoint import Checkpoint
+from polysilicon.weights.encodings import Float32, GroupAffine, Weight
 from polysilicon.weights.gguf import GGUFFile
+from polysilicon.weights.stacks import stack_weights
 
 METHODS = ("rtn", "gptq", "awq")
 TARGETS = (*LAYOUTS, *GGUF_FORMATS)
@@ -52,7 +56,8 @@ def quantize(
     """
     _check_settings(out, to, method, bits, group, calibration)
     gguf = to in GGUF_FORMATS
-    source = ModelSource(checkpoint, gguf=gguf, added=added)
+    stacks = not gguf and LAYOUTS[to].stacks
+    source = ModelSource(checkpoint, gguf=gguf, stacks=stacks, added=added)
     grids = None if gguf else choose_grids(source, to, bits, group)
     with _beside(out) as folder:
         output: Output
@@ -63,13 +68,14 @@ def quantize(
         with progress(f"quantising {checkpoint.path.name}") as advance:
             done, total = 0, _total(source, calibrated=method != "rtn")
 
-            def finished(unit: Unit) -> None:
+            def finished(elements: int) -> None:
                 nonlocal done
-                done += 2 * math.prod(unit.shape)
+                done += 2 * elements
                 advance(done, total)
 
             notes = _write(source, output, method, calibration, finished)
             output.close()
+            advance(total, total)
         if gguf:
             (folder / "model.gguf").rename(out)
         else:
@@ -104,10 +110,11 @@ def _write(
     output: Output,
     method: str,
     calibration: str | None,
-    finished: Callable[[Unit], None],
+    finished: Callable[[int], None],
 ) -> list[str]:
     """Quantise and write every unit in order; returns notes."""
     gptq, awq = None, None
+    notes: list[str] = []
     if calibration is not None:
         sequences = calibration_sequences(
             _tokenizer(source.checkpoint), calibration, source.config.max_length
@@ -120,24 +127,44 @@ def _write(
             run(source, sequences, awq)
     for unit in source.units.values():
         fit = output.fit(unit)
-        if gptq is not None and unit.name in gptq.weights:
-            output.quantized(unit, gptq.weights.pop(unit.name))
+        if fit is None:
+            output.dense(unit, _scaled(source, unit, awq))
         else:
-            values = source.values(unit)
-            if awq is not None:
-                values = awq.scaling.applied(unit, values)
-            if fit is None:
-                output.dense(unit, values)
-            else:
-                grid = fit(values, None if awq is None else awq.importance.get(unit.name))
-                output.quantized(unit, grid.weight(grid.nearest(values)))
-        finished(unit)
+            weights: list[Weight] = []
+            for matrix in range(unit.matrices):
+                at = unit.name, matrix
+                if gptq is not None and at in gptq.weights:
+                    weights.append(gptq.weights.pop(at))
+                    continue
+                values = source.values(unit, matrix)
+                if awq is not None:
+                    values = awq.scaling.applied(unit, values, matrix)
+                grid = fit(values, None if awq is None else awq.importance.get(at))
+                weights.append(grid.weight(grid.nearest(values)))
+            weight = stack_weights(weights) if len(unit.shape) == 3 else weights[0]
+            assert isinstance(weight, GroupAffine)
+            output.quantized(unit, weight)
+        finished(math.prod(unit.shape))
     if awq is not None and not awq.scaling.known:
-        return [
+        notes.append(
             f"inputs were not scaled: what feeds the linears of {source.family.name} is not known. "
             "--method gptq has no need of it."
+        )
+    return notes + [note for method in (gptq, awq) if method for note in method.scarce.notes()]
+
+
+def _scaled(source: ModelSource, unit: Unit, awq: AWQ | None) -> Float32:
+    """The values of a unit that stays dense."""
+    if awq is None:
+        return source.values(unit)
+    if len(unit.shape) < 3:
+        return awq.scaling.applied(unit, source.values(unit))
+    return np.stack(
+        [
+            awq.scaling.applied(unit, source.values(unit, matrix), matrix)
+            for matrix in range(unit.matrices)
         ]
-    return []
+    )
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:

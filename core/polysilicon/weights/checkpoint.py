@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol, Self
 
-import numpy as np
-
 from polysilicon.errors import ModelError
-from polysilicon.weights.encodings import Array, GroupAffine, GroupFloat, SuperScaled, Weight
+from polysilicon.weights.encodings import Weight
 from polysilicon.weights.files import TensorInfo, directory_names, shown
 from polysilicon.weights.formats.format import CheckpointFormat
+from polysilicon.weights.formats.kv_scales import has_fp8_kv_scales
 from polysilicon.weights.formats.registry import AUTO, choose_format
 from polysilicon.weights.gguf import SPLIT_NAME, GGUFFile
 from polysilicon.weights.safetensors import (
@@ -24,6 +23,7 @@ from polysilicon.weights.safetensors import (
     SINGLE_NAME,
     SafetensorsDirectory,
 )
+from polysilicon.weights.scale_checks import scale_problem
 
 
 class Checkpoint(Protocol):
@@ -105,12 +105,17 @@ class SafetensorsCheckpoint:
                 f"{self.path} has no tensor {shown(name)}. Use a checkpoint of the whole model."
             )
         weight = self._logical[name].read()
-        if not all(np.isfinite(numbers).all() for numbers in _scales(weight)):
+        if problem := scale_problem(weight):
             raise ModelError(
-                f"{self.path}: tensor {shown(name)} has scales or biases that are not finite. "
+                f"{self.path}: tensor {shown(name)} has {problem}. "
                 "Download the checkpoint again, or quantise the model again with a current tool."
             )
         return weight
+
+    def has_fp8_kv_scales(self) -> bool:
+        """Whether the scales of KV that it may have are of fp8 e4m3. Raises ModelError where what
+        its configuration says of them is malformed."""
+        return has_fp8_kv_scales(self._files)
 
     def fingerprint(self) -> str:
         """The model's identity: that of the files, and of the format that they are read through."""
@@ -127,14 +132,6 @@ class SafetensorsCheckpoint:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _scales(weight: Weight) -> Iterator[Array]:
-    """The numbers by which codes are read."""
-    if isinstance(weight, GroupAffine | GroupFloat):
-        for scales in (weight.scale, weight.bias if isinstance(weight, GroupAffine) else None):
-            if scales is not None:
-                yield scales.scale if isinstance(scales, SuperScaled) else scales
 
 
 def open_checkpoint(

@@ -18,8 +18,6 @@ from polysilicon.weights.encodings import (
     Float32,
     GroupAffine,
     GroupFloat,
-    Scales,
-    SuperScaled,
     Weight,
     scale_values,
 )
@@ -32,6 +30,7 @@ from polysilicon.weights.files import (
 )
 from polysilicon.weights.gguf_blocks import SUPPORTED_TYPES, decode
 from polysilicon.weights.gguf_header import Header, MetadataValue, TensorEntry, read_header
+from polysilicon.weights.scale_checks import scale_problem
 
 # Names that gguf-split gives: a stem, the part from 1, the number of parts.
 SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
@@ -106,7 +105,7 @@ class GGUFFile:
         (`blk.0.attn_q.scale`, as NVFP4 has) goes into its scales.
 
         Raises ModelError for an unknown name, for a type that is not supported, for scales that are
-        NaN or infinite, and where the metadata does not fit the tensor.
+        not finite or make values that are not, and where the metadata does not fit the tensor.
         """
         self._check_open()
         if name not in self._entries:
@@ -121,10 +120,11 @@ class GGUFFile:
             )
         data = file.data(entry.start, entry.info.nbytes)
         weight = decode(data, entry.kind, entry.info.shape)
-        self._check_scales(name, weight)
         factor = name.removesuffix(".weight") + ".scale"
         if name.endswith(".weight") and factor in self._entries:
             weight = _times(weight, self._factor(factor, weight.shape))
+        if problem := scale_problem(weight):
+            raise ModelError(f"{self.path}: tensor {shown(name)} has {problem}. {DOWNLOAD_AGAIN}")
         architecture = str(self.metadata.get("general.architecture"))
         query_or_key = _QUERY_OR_KEY.fullmatch(name)
         if architecture in _ROWS_INTERLEAVED and query_or_key:
@@ -134,16 +134,6 @@ class GGUFFile:
         if name.endswith("norm.weight") and architecture in _NORMS_PLUS_ONE:
             return Dense(array=weight.dequantize() - np.float32(1))
         return weight
-
-    def _check_scales(self, name: str, weight: Weight) -> None:
-        """A NaN among the scales would spread to every output."""
-        for scales in _scales(weight).values():
-            numbers = scales.scale if isinstance(scales, SuperScaled) else scales
-            if not np.isfinite(numbers).all():
-                raise ModelError(
-                    f"{self.path}: tensor {shown(name)} has scales that are NaN or infinite. "
-                    f"{DOWNLOAD_AGAIN}"
-                )
 
     def _factor(self, name: str, shape: tuple[int, ...]) -> Float32:
         """The factor of a whole matrix, or one for each of a stack's experts: `[1]` or `[E]`."""
@@ -260,23 +250,18 @@ def _split_number(path: Path, header: Header, key: str, default: int) -> int:
     return value
 
 
-def _scales(weight: Weight) -> dict[str, Scales]:
-    """A quantised weight's scales and biases by the names of their fields."""
-    if not isinstance(weight, (GroupAffine, GroupFloat)):
-        return {}
-    fields = {"scale": weight.scale, "bias": getattr(weight, "bias", None)}
-    return {name: scales for name, scales in fields.items() if scales is not None}
-
-
 def _times(weight: Weight, factor: Float32) -> Weight:
     """The weight times a factor of the whole, `[1]`, or of each expert, `[E]`, in float32."""
     if factor.size > 1:
         factor = factor.reshape(-1, 1, 1)
-    if isinstance(weight, Dense):
-        return Dense(array=weight.dequantize() * factor)
-    assert isinstance(weight, (GroupAffine, GroupFloat))
-    changes = {name: scale_values(scales) * factor for name, scales in _scales(weight).items()}
-    return dataclasses.replace(weight, **changes)  # type: ignore[arg-type]
+    with np.errstate(over="ignore", invalid="ignore"):
+        if isinstance(weight, Dense):
+            return Dense(array=weight.dequantize() * factor)
+        assert isinstance(weight, GroupAffine | GroupFloat)
+        scale = scale_values(weight.scale) * factor
+        if isinstance(weight, GroupFloat) or weight.bias is None:
+            return dataclasses.replace(weight, scale=scale)
+        return dataclasses.replace(weight, scale=scale, bias=scale_values(weight.bias) * factor)
 
 
 def _half_split_rows(

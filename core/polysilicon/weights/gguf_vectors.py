@@ -153,12 +153,9 @@ def _bias_iq1_s(blocks: Bytes) -> SuperScaled:
     """The delta, an eighth of the scale with a sign of its own, under an eighth of the block's."""
     scale = _scale_codes_iq1_s(blocks)
     codes = np.where(blocks[..., 35:50:2] & np.uint8(128), 15 - scale, 15 + scale)
-    return super_scaled(
-        codes.astype(np.uint8),
-        5,
-        half(0)(blocks).astype(np.float32) * np.float32(_IQ1_DELTA),
-        offset=15,
-    )
+    with np.errstate(invalid="ignore"):  # of a NaN in a damaged file, which is refused later
+        deltas = half(0)(blocks).astype(np.float32) * np.float32(_IQ1_DELTA)
+    return super_scaled(codes.astype(np.uint8), 5, deltas, offset=15)
 
 
 def _codes_iq1_m(blocks: Bytes) -> Bytes:

@@ -1,4 +1,4 @@
-"""Matrices of one shape as a stack: what checkpoints store expert by expert, as devices take it."""
+"""Matrices of one shape as a stack, and one of a stack: experts are stored in either form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from polysilicon.weights.encodings import Dense, SuperScaled, Weight
+from polysilicon.weights.encodings import SuperScaled, Weight
 
 Record = TypeVar("Record", Weight, SuperScaled)
 
@@ -16,23 +16,42 @@ _SHARED = frozenset({"table", "input_order"})
 """Arrays that a stack has once, for all of its matrices."""
 
 
-def stack_weights(weights: Sequence[Weight]) -> Weight:
-    """Matrices `[N, K]` of one shape as a stack `[E, N, K]`, in their encoding.
+def have_one_form(weights: Sequence[Weight]) -> bool:
+    """Whether matrices can be a stack as they are: of one encoding, with the same tables and input
+    orders, and scales of the same dtypes."""
+    form = _form(weights[0])
+    return all(_form(weight) == form for weight in weights[1:])
 
-    Values are exactly those of the matrices. Where the encodings, the dtypes of scales, tables or
-    input orders differ between them, no encoding holds all as they are, and the stack is `Dense`
-    float32. `input_scale` is kept where all have the same. Beside the matrices, the stack alone
-    takes memory.
+
+def stack_weights(weights: Sequence[Weight]) -> Weight:
+    """Matrices `[N, K]` of one shape and form as a stack `[E, N, K]`.
+
+    Values are exactly those of the matrices. `input_scale` is kept where all have the same. Beside
+    the matrices, the stack alone takes memory.
     """
-    first = weights[0]
-    assert all(weight.shape == first.shape for weight in weights)
-    form = _form(first)
-    if all(_form(weight) == form for weight in weights[1:]):
-        return _stacked(weights)
-    values = np.empty((len(weights), *first.shape), np.float32)
-    for target, weight in zip(values, weights, strict=True):
-        target[:] = weight.dequantize()
-    return Dense(array=values)
+    assert all(weight.shape == weights[0].shape for weight in weights)
+    assert have_one_form(weights)
+    return _stacked(weights)
+
+
+def take_matrix(stack: Weight, index: int) -> Weight:
+    """One matrix `[N, K]` of a stack `[E, N, K]`, in its encoding: views of the stack's arrays."""
+    assert len(stack.shape) == 3
+    return _taken(stack, index)
+
+
+def _taken(record: Record, index: int) -> Record:
+    assert dataclasses.is_dataclass(record)
+    changes: dict[str, Any] = {}
+    for field in dataclasses.fields(record):
+        value: Any = getattr(record, field.name)
+        if field.name == "shape":
+            changes["shape"] = value[1:]
+        elif isinstance(value, SuperScaled):
+            changes[field.name] = _taken(value, index)
+        elif isinstance(value, np.ndarray) and field.name not in _SHARED:
+            changes[field.name] = value[index]
+    return dataclasses.replace(record, **changes)
 
 
 def _form(record: Weight | SuperScaled) -> tuple[object, ...]:

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING
 
 import pyopencl as cl
-from polysilicon.backend import DeviceError, Normalization, Rope
+from polysilicon.backend import KV_LARGEST_CODE, DeviceError, KVScales, Normalization, Rope
 from polysilicon.device_checks import check_indexes
 
 from polysilicon_opencl.batches import QueryBlocks
@@ -18,7 +18,7 @@ from polysilicon_opencl.values import Value
 if TYPE_CHECKING:
     from polysilicon_opencl.ops import OpenCLOps
 
-_KV_KINDS = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3}
+_KV_KINDS = {"f32": 0, "f16": 1, "bf16": 2, "int8": 3, "fp8_e4m3": 4}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,6 +56,7 @@ class Attention:
         rope: Rope | None,
         q_norm: Normalization | None,
         k_norm: Normalization | None,
+        kv_scales: KVScales | None,
     ) -> Value:
         """Queries `[T, H * Dh]`, normed, rotated and scaled; keys and values go into the pool."""
         ops, step, runtime = self.ops, self.ops.current, self.ops.runtime
@@ -64,6 +65,7 @@ class Attention:
         table = None if rope is None else ops.rope_table(step.positions, rope)
         queries = ops.workspace.floats(q.rows, q.columns)
         keys, values = (q, q) if k is None or v is None else (k, v)
+        calibrated = None if k is None else self._calibrated(kv_scales)
         stored_heads = 0 if k is None else 2 * self.key_heads
         kernel = runtime.kernel("attention_heads", "attention_heads", **self._macros())
         runtime.launch(
@@ -77,7 +79,8 @@ class Attention:
             0 if rope is None else len(rope.frequencies),
             int(rope is not None and rope.interleaved), step.buffer,
             step.slots_at[self.pool.spec.group], scale, self.heads, self.key_heads,
-            queries.buffer, *self._planes(),
+            queries.buffer, *self._planes(), nothing if calibrated is None else calibrated,
+            int(calibrated is not None),
         )  # fmt: skip
         return queries
 
@@ -159,11 +162,20 @@ class Attention:
         """Keys, values and their scales."""
         pool = self.pool
         names = ["k", "v"]
-        if pool.plane("k").dtype == "int8":
+        if pool.plane("k").dtype in KV_LARGEST_CODE:
             names += ["k_scale", "v_scale"]
         nothing = self.ops.runtime.nothing
         planes = [pool.buffer(self.layer, name) for name in names]
         return (*planes, *[nothing] * (4 - len(planes)))
+
+    def _calibrated(self, scales: KVScales | None) -> cl.Buffer | None:
+        """Scales of keys, then of values, where the planes have a use for them."""
+        if scales is None or self.pool.plane("k").dtype != "fp8_e4m3":
+            return None
+        for given in (scales.k, scales.v):
+            if len(given) != self.key_heads:
+                raise ValueError(f"{len(given)} KV scales do not fit {self.key_heads} key heads")
+        return self.ops.constants(scales.k + scales.v)
 
     def _check_batch(self) -> None:
         """What the kernels rely on, once a step and pool."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pyopencl as cl
 from polysilicon.backend import (
@@ -23,6 +23,7 @@ from polysilicon.device_checks import check_adapter_spec, check_kv_spec
 
 from polysilicon_opencl import handles, sampling, tuning
 from polysilicon_opencl.adapters import OpenCLAdapterPool
+from polysilicon_opencl.ceilings import ceilings
 from polysilicon_opencl.handles import MatrixHandle, VectorHandle
 from polysilicon_opencl.ops import OpenCLOps
 from polysilicon_opencl.options import Options
@@ -40,12 +41,13 @@ class OpenCLDevice(Device):
     def __init__(self, device: cl.Device, options: Options) -> None:
         self.capabilities = Capabilities(
             compute="f32",
-            kv_dtypes=("f16", "f32", "bf16", "int8"),
+            kv_dtypes=("f16", "f32", "bf16", "int8", "fp8_e4m3"),
             page_sizes=(16, 32, 64, 128, 1, 2, 4, 8),
             encodings=("*",),
             adapters=256,
             max_adapter_rank=256,
             tree_attention=True,
+            kv_scales=True,
         )
         self.runtime = Runtime(device, tuning.choose(device, options.shapes))
         self.workspace = Workspace(self.runtime)
@@ -99,6 +101,10 @@ class OpenCLDevice(Device):
                 "workspace": self.workspace.nbytes,
             },
         )
+
+    def ceilings(self, nbytes: int) -> Mapping[str, float]:
+        self.runtime.check_open()
+        return ceilings(self.runtime, nbytes)
 
     def close(self) -> None:
         self.runtime.close()

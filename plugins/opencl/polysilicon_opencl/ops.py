@@ -11,6 +11,7 @@ from polysilicon.backend import (
     Batch,
     Handle,
     KVPool,
+    KVScales,
     Normalization,
     Ops,
     Rope,
@@ -40,7 +41,7 @@ class OpenCLOps(Ops):
         self.runtime = runtime
         self.workspace = workspace
         self.step: Step | None = None
-        self._frequencies: dict[tuple[float, ...], cl.Buffer] = {}
+        self._constants: dict[tuple[float, ...], cl.Buffer] = {}
 
     @property
     def current(self) -> Step:
@@ -112,16 +113,20 @@ class OpenCLOps(Ops):
         )  # fmt: skip
         return out
 
+    def constants(self, numbers: tuple[float, ...]) -> cl.Buffer:
+        """Numbers of the model as float32, uploaded once."""
+        buffer = self._constants.get(numbers)
+        if buffer is None:
+            buffer = self._constants[numbers] = self.runtime.upload(np.array(numbers, np.float32))
+        return buffer
+
     def rope_table(self, positions: Integers, rope: Rope) -> Block:
         """Cosines and sines of the step's angles, worked out once a step."""
         step, runtime = self.current, self.runtime
         key = (rope.frequencies, rope.scale, positions.at)
         table = step.rope_tables.get(key)
         if table is None:
-            frequencies = self._frequencies.get(rope.frequencies)
-            if frequencies is None:
-                frequencies = runtime.upload(np.array(rope.frequencies, np.float32))
-                self._frequencies[rope.frequencies] = frequencies
+            frequencies = self.constants(rope.frequencies)
             pairs = len(rope.frequencies)
             table = step.rope_tables[key] = self.workspace.take(8 * pairs * positions.count)
             runtime.launch(
@@ -147,6 +152,7 @@ class OpenCLOps(Ops):
         softcap: float | None = None,
         sinks: Handle | None = None,
         causal: bool = True,
+        kv_scales: KVScales | None = None,
     ) -> Value:
         assert isinstance(pool, OpenCLKVPool), "a KV pool of another device"
         if (k is None) != (v is None):
@@ -158,7 +164,7 @@ class OpenCLOps(Ops):
             heads=heads,
             key_dim=by_head(q, heads),
         )
-        queries = case.prepare(q, k, v, scale, rope, q_norm, k_norm)
+        queries = case.prepare(q, k, v, scale, rope, q_norm, k_norm, kv_scales)
         return case.attend(
             queries,
             softcap=softcap,

@@ -11,7 +11,7 @@ class OpenCLBackend:
     """Any OpenCL 1.2 device: GPUs first, then accelerators and processors."""
 
     name = "opencl"
-    contract = (1, 0)
+    contract = (1, 1)
     priority = 0
 
     def probe(self) -> Sequence[DeviceInfo] | Unavailable:

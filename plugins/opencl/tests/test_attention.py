@@ -21,7 +21,7 @@ def kit(device):
     runtime.tuning = before
 
 
-@pytest.mark.parametrize("kv_dtype", ["f32", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["f32", "int8", "fp8_e4m3"])
 @pytest.mark.parametrize(
     "fields",
     [{}, {"sinks": True}, {"window": 70}, {"softcap": 3.0, "sinks": True, "window": 40}],

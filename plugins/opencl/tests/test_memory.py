@@ -73,3 +73,14 @@ def test_errors_of_opencl_are_named_as_the_contract_does(kit):
     runtime = kit.device.runtime
     with pytest.raises(OutOfMemory):
         runtime.allocate("test", runtime.total)
+
+
+def test_what_the_device_does_at_most(device):
+    allocated = device.runtime.allocated
+    for nbytes in (1, (1 << 20) + 3):
+        found = device.ceilings(nbytes)
+        assert set(found) == {"bandwidth", "f32"}
+        assert all(np.isfinite(rate) and rate > 1e5 for rate in found.values())
+    with pytest.raises(OutOfMemory):
+        device.ceilings(1 << 50)
+    assert device.runtime.allocated == allocated

@@ -27,8 +27,8 @@ ATTRIBUTES = {
 """Of those that MLX passes where the source names them."""
 
 TYPES = {
-    "float32": "float", "float16": "half", "bfloat16": "bfloat", "int8": "int8_t", "bool": "bool",
-    "int32": "int32_t", "uint32": "uint32_t",
+    "float32": "float", "float16": "half", "bfloat16": "bfloat", "int8": "int8_t",
+    "uint8": "uint8_t", "bool": "bool", "int32": "int32_t", "uint32": "uint32_t",
 }  # fmt: skip
 
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unused-parameter",
@@ -46,7 +46,7 @@ class Kernel:
 
     def __init__(
         self, folder: Path, compiler: str, name: str, inputs: Sequence[str],
-        outputs: Sequence[str], source: str,
+        outputs: Sequence[str], source: str, header: str,
     ) -> None:  # fmt: skip
         self.folder = folder
         self.compiler = compiler
@@ -54,6 +54,7 @@ class Kernel:
         self.inputs = inputs
         self.outputs = outputs
         self.source = source
+        self.header = header
         self.launches = 0
 
     def __call__(
@@ -120,6 +121,7 @@ class Kernel:
 #include "metal_shim.h"
 #define uint uint32_t
 #define long int64_t
+{self.header}
 template <{parameters}>
 void kernel({", ".join([*arrays, *attributes])}) {{
 {self.source}
@@ -152,9 +154,10 @@ def make_kernel(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Kerne
     subprocess.run([compiler, *FLAGS, "-x", "c++-header", shim, "-o", f"{shim}.gch"], check=True)
 
     def make(
-        *, name: str, input_names: Sequence[str], output_names: Sequence[str], source: str
-    ) -> Kernel:
-        return Kernel(folder, compiler, name, input_names, output_names, source)
+        *, name: str, input_names: Sequence[str], output_names: Sequence[str], source: str,
+        header: str = "",
+    ) -> Kernel:  # fmt: skip
+        return Kernel(folder, compiler, name, input_names, output_names, source, header)
 
     return make
 

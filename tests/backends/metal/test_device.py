@@ -16,9 +16,11 @@ mx = pytest.importorskip(
 )
 
 from polysilicon.backend import (  # noqa: E402
+    DeviceError,
     DeviceLost,
     KVSpec,
     ModelOutputs,
+    OutOfMemory,
     Unavailable,
     kv_planes,
 )
@@ -40,6 +42,18 @@ def kit():
     kit = open_kit()
     yield kit
     kit.device.close()
+
+
+def test_what_mlx_does_at_most():
+    device = MetalBackend().open(0, {})
+    found = device.ceilings((1 << 20) + 3)
+    assert set(found) == {"bandwidth", "f32", "f16", "bf16"}
+    assert all(np.isfinite(rate) and rate > 1e5 for rate in found.values())
+    with pytest.raises(OutOfMemory, match="working set"):
+        device.ceilings(1 << 50)
+    device.close()
+    with pytest.raises(DeviceError, match="closed"):
+        device.ceilings(1 << 20)
 
 
 @pytest.mark.parametrize(

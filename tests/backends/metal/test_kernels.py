@@ -11,23 +11,28 @@ mx = pytest.importorskip(
 
 from polysilicon.backend import Rope, pack_codes  # noqa: E402
 from polysilicon.testing.attention import AttentionBench, AttentionCase, Extension  # noqa: E402
+from polysilicon.testing.conformance import test_kv_codes as kv_codes  # noqa: E402
 from polysilicon.testing.kit import Kit  # noqa: E402
 from polysilicon_metal import kernels, plan  # noqa: E402
 from polysilicon_metal.plugin import MetalBackend  # noqa: E402
 
 
 @pytest.fixture
-def make_bench(emulation):
-    """Makes benches whose pools were filled without our kernels, which take their time here."""
+def kit():
     device = MetalBackend().open(0, {})
-    kit = Kit(device, np.random.default_rng())
+    yield Kit(device, np.random.default_rng())
+    device.close()
+
+
+@pytest.fixture
+def make_bench(emulation, kit):
+    """Makes benches whose pools were filled without our kernels, which take their time here."""
 
     def make(case, pages=8):
         with emulation.paused():
             return AttentionBench(kit, case, pages=pages, vocabulary=60)
 
-    yield make
-    device.close()
+    return make
 
 
 def prefill_and_decode(bench, prompt=19):
@@ -38,12 +43,23 @@ def prefill_and_decode(bench, prompt=19):
 
 @pytest.mark.parametrize(
     ("heads", "key_heads", "dim", "kv_dtype"),
-    [(1, 1, 32, "f32"), (9, 3, 64, "bf16"), (7, 1, 80, "f16"), (4, 2, 64, "int8")],
+    [
+        (1, 1, 32, "f32"),
+        (9, 3, 64, "bf16"),
+        (7, 1, 80, "f16"),
+        (4, 2, 64, "int8"),
+        (4, 2, 48, "fp8_e4m3"),
+    ],
 )
 def test_heads_and_dtypes(make_bench, emulation, heads, key_heads, dim, kv_dtype):
     case = AttentionCase(heads=heads, key_heads=key_heads, dim=dim, kv_dtype=kv_dtype)
     prefill_and_decode(make_bench(case))
     assert emulation.kernels["attention"].launches > 3
+
+
+def test_every_code_of_fp8(emulation, kit):
+    kv_codes.test_every_code_is_read_as_its_value(kit)
+    assert emulation.kernels["attention"].launches
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from polysilicon.backend import (
     KV_LARGEST_CODE,
     Batch,
     Dense,
+    KVScales,
     KVSpec,
     Normalization,
     Rope,
@@ -56,6 +57,7 @@ class Case:
     norms: bool = False
     rope: Rope | None = None
     causal: bool = True
+    kv_scales: KVScales | None = None
     shared: bool = False
     units: int = 1
     fp8: str = "none"
@@ -69,6 +71,10 @@ def rope_of(dim, *, interleaved=False, scale=1.0, base=100.0):
         interleaved=interleaved,
         scale=scale,
     )
+
+
+SCALES = KVScales(k=(0.9 / 448, 0.02), v=(0.7 / 448, 2.0**-10))
+"""Of two heads: codes of the first saturate, those of the second do not."""
 
 
 class Bench:
@@ -237,6 +243,8 @@ class Bench:
             softcap=case.softcap,
             sinks=torch.from_numpy(self.sinks) if case.sinks else None,
             causal=case.causal,
+            key_scales=case.kv_scales and torch.tensor(case.kv_scales.k),
+            value_scales=case.kv_scales and torch.tensor(case.kv_scales.v),
         )
 
     def expected(self, q, k, v, batch, layer):
@@ -259,6 +267,7 @@ class Bench:
             softcap=case.softcap,
             sinks=self.reference.put([Dense(array=self.sinks)]) if case.sinks else None,
             causal=case.causal,
+            kv_scales=case.kv_scales,
         )
 
     def hold(self, actual, expected):
@@ -363,6 +372,8 @@ def test_groups(heads, key_heads):
         {"causal": False, "window": 6, "sinks": True, "softcap": 2.0},
         {"kv": "fp8_e4m3", "fp8": "ocp", "dtype": torch.bfloat16},
         {"kv": "fp8_e4m3", "fp8": "fnuz", "dtype": torch.float16},
+        {"kv": "fp8_e4m3", "kv_scales": SCALES},
+        {"kv": "fp8_e4m3", "kv_scales": SCALES, "rope": rope_of(24), "dtype": torch.bfloat16},
     ],
     ids=str,
 )
@@ -469,10 +480,14 @@ def test_float32_inputs_for_lower_precision():
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("kv", ["f16", "int8", "fp8_e4m3"])
-def test_what_is_stored_is_what_the_reference_stores(kv):
+@pytest.mark.parametrize(
+    ("kv", "kv_scales"),
+    [("f16", None), ("int8", None), ("fp8_e4m3", None), ("fp8_e4m3", SCALES)],
+    ids=["f16", "int8", "fp8_e4m3", "calibrated"],
+)
+def test_what_is_stored_is_what_the_reference_stores(kv, kv_scales):
     """To the byte where nothing is computed before; int8 turns, so a few codes are one off."""
-    bench = Bench(Case(kv=kv, key_dim=48, value_dim=32))
+    bench = Bench(Case(kv=kv, kv_scales=kv_scales, key_dim=48, value_dim=32))
     a = bench.sequence(20)
     bench.step([(a, 20)], layer=0)
     used = a.pages[:1] + a.pages[1:2]
@@ -486,6 +501,10 @@ def test_what_is_stored_is_what_the_reference_stores(kv):
             assert (actual != expected).mean() < 0.02
         else:
             assert np.array_equal(actual, expected)
+        if kv_scales is not None:
+            stored = getattr(bench.planes, f"{name}_scale")[0, used].swapaxes(1, 2).reshape(-1, 2)
+            constants = np.tile(np.float32(getattr(kv_scales, name)), (20, 1))
+            assert np.array_equal(stored[:20].numpy(), constants)
 
 
 @pytest.mark.parametrize("attempt", range(4))

@@ -21,6 +21,7 @@ from polysilicon_cuda.host import TARGETS as CUDA_TARGETS
 from polysilicon_cuda.host import polysilicon_backends as cuda_host
 from polysilicon_rocm.host import TARGETS as ROCM_TARGETS
 from polysilicon_rocm.host import polysilicon_backends as rocm_host
+from polysilicon_torch import ceilings
 from polysilicon_torch.device import TorchDevice
 from polysilicon_torch.errors import contract_errors
 from polysilicon_torch.options import Options
@@ -132,6 +133,35 @@ def test_errors_of_torch_become_the_contracts() -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(RuntimeError, match="shapes"), contract_errors("a step"):
         raise RuntimeError("shapes do not match")
+
+
+def test_what_the_hardware_does_at_most(device: TorchDevice) -> None:
+    found = device.ceilings((1 << 20) + 3)
+    assert set(found) == {"bandwidth", "f32", "f16", "bf16"}
+    assert all(np.isfinite(rate) and rate > 1e6 for rate in found.values())
+    with pytest.raises(OutOfMemory, match="working set"):
+        device.ceilings(1 << 50)
+    device.close()
+    with pytest.raises(DeviceError, match="closed"):
+        device.ceilings(1 << 20)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_eight_bit_products_that_torch_may_not_have(
+    refused: bool, device: TorchDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiplied = []
+
+    def scaled_product(a: torch.Tensor, b: torch.Tensor, *scales: Any, out_dtype: torch.dtype):
+        if refused:
+            raise RuntimeError("only with compute capability >= 8.9")
+        multiplied.append((a.dtype, b.dtype))
+        return a.to(out_dtype) @ b.to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_product)
+    found = ceilings.ceilings(device.runtime, 1 << 16, "ocp")
+    assert ("fp8" in found) == (not refused)
+    assert set(multiplied) == (set() if refused else {(torch.float8_e4m3fn,) * 2})
 
 
 def test_memory_is_itemised(device: TorchDevice) -> None:

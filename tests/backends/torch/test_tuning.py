@@ -99,6 +99,13 @@ def test_a_card_may_be_called_anything(card, tmp_path):
     assert len(path.name) < 100
 
 
+def test_a_user_without_a_home_has_no_card_table(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "~nobody-of-that-name/caches")
+    assert read_card("card", HOPPER, [BASE]) == {}
+    with pytest.raises(TuningError, match="set XDG_CACHE_HOME"):
+        write_card("card", HOPPER, {})
+
+
 def test_a_card_table_names_only_known_kernels_and_keys():
     for rules in (
         {"product": [Rule(when={}, use={"BLOCK_M": 16})]},

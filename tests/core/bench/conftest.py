@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from polysilicon.cli import run
 from polysilicon.commands import bench as bench_commands
+from polysilicon.commands.application import run
 from polysilicon.config import Config
 from polysilicon.engine.client import Client
 from polysilicon.engine.loading import build_engine

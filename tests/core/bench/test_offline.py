@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -59,6 +60,19 @@ def test_both_sequences_run_in_every_step(offline):
     _, out, _ = offline("throughput", *load, "--json")
     figures = json.loads(out)
     assert figures["decode_tokens_per_s"] == pytest.approx(2e3 / figures["step_ms"], rel=0.01)
+
+
+@pytest.mark.parametrize("command", ["latency", "throughput"])
+def test_a_terminal_sees_how_far_it_is(offline, command, monkeypatch):
+    monkeypatch.setattr("polysilicon.progress._REFRESH_SECONDS", 0)
+    load = ["--batch", "1,2", "--prompt-tokens", "3", "--output-tokens", "2", "--repeats", "1"]
+    _, _, err = offline(command, *load)
+    assert "runs" not in err
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
+    _, _, err = offline(command, *load)
+    counts = re.findall(r" (\d/4) ", err)
+    assert list(dict.fromkeys(counts)) == ["0/4", "1/4", "2/4", "3/4", "4/4"]
 
 
 @pytest.mark.parametrize("command", ["latency", "throughput"])

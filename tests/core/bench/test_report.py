@@ -108,7 +108,10 @@ def test_a_missing_library_is_named_before_the_run(server, bench, tmp_path, monk
 
 
 def test_the_command_line_as_such_loads_neither_aiohttp_nor_matplotlib():
-    code = "import polysilicon.cli, sys; print({'aiohttp', 'matplotlib'} & set(sys.modules))"
+    code = (
+        "import polysilicon.commands.application, sys\n"
+        "print({'aiohttp', 'matplotlib'} & set(sys.modules))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )

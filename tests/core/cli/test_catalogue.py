@@ -21,6 +21,7 @@ from polysilicon.catalogue import (
     WheelPart,
     cache_directory,
     fetch_entry,
+    names_model,
     resolve_model,
 )
 from polysilicon.errors import DownloadError, ModelError
@@ -311,6 +312,7 @@ def test_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("zzz", "Known names: smollm2, gemma3-270m."),
         ("/no/such/file.gguf", "neither an existing path nor a name"),
         ("a\0b", "neither an existing path nor a name"),
+        ("~nobody-of-that-name/model.gguf", "neither an existing path nor a name"),
         ("x" * 100_000, "neither an existing path nor a name"),
     ],
 )
@@ -343,6 +345,28 @@ def test_the_cache_directory(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sys.platform", platform)
     assert cache_directory() == Path(expected)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows takes a neighbour of the user's directory")
+def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYSILICON_CACHE", "~nobody-of-that-name/models")
+    with pytest.raises(DownloadError, match=r"no home directory.* set POLYSILICON_CACHE"):
+        cache_directory()
+
+
+def test_what_can_only_mean_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.gguf").touch()
+    (tmp_path / "other.txt").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "config.json").touch()
+    (tmp_path / "config.json").touch()
+    for text in ("smollm2", "gemma3-270m", "model.gguf", "./folder", "hf:owner/repo:file.gguf"):
+        assert names_model(text), text
+    prompts = ("", "smollm", "SmolLM2", "missing.gguf", "other.txt", "a model.gguf")
+    hostile = ("a\0b", "x" * 100_000, "~nobody-of-that-name", "\udcff")
+    for text in (*prompts, *hostile, "hf: what is it?", "The capital of France is"):
+        assert not names_model(text), text
 
 
 def test_the_real_files_are_those_of_the_catalogue(smollm2_path: Path, gemma3_path: Path) -> None:

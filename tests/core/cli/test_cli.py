@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from polysilicon.backend import DeviceError
-from polysilicon.cli import run
+from polysilicon.commands.application import run
 from polysilicon.errors import ConfigError, ModelError
 from polysilicon.reference.device import ReferenceDevice
 
@@ -130,7 +130,7 @@ def test_the_matrix() -> None:
     below = lines[1 + len(rows) :]
     lanes = [line.split()[1].rstrip(":") for line in below if line.startswith("lane ")]
     assert lanes == sorted(printed["lanes"])
-    others = [line for line in below if not line.startswith(("lane ", "*: "))]
+    others = [line for line in below if not line.startswith(("lane ", "note: ", "*: "))]
     assert len(others) == len(printed["unavailable"])
     assert all(" is not installed: " in line for line in others)
 
@@ -267,14 +267,24 @@ def test_a_reader_that_goes_away() -> None:
     assert process.wait(timeout=120) == 1
 
 
+WHILE_IT_WORKS = """
+import polysilicon.catalogue as c
+c.resolve_model = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)
+"""
+WHILE_IT_LOADS = """
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder)
+"""
+
+
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT between processes")
-def test_an_interrupt(tmp_path: Path) -> None:
-    source = (
-        "import os, signal\n"
-        "import polysilicon.catalogue as c\n"
-        "c.resolve_model = lambda *a, **k: os.kill(os.getpid(), signal.SIGINT)\n"
-        "from polysilicon.cli import main; import sys; sys.argv[1:] = ['pull', 'x']; main()\n"
-    )
+@pytest.mark.parametrize("moment", [WHILE_IT_WORKS, WHILE_IT_LOADS])
+def test_an_interrupt(moment: str) -> None:
+    call = "from polysilicon.cli import main; sys.argv[1:] = ['pull', 'x']; main()"
+    source = f"import os, signal, sys\n{moment}\n{call}"
     done = subprocess.run(
         [sys.executable, "-c", source], capture_output=True, timeout=120, check=False
     )

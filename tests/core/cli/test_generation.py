@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from polysilicon.cli import run
+from polysilicon.commands.application import run
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PARIS = "The capital of France is"
@@ -58,6 +58,14 @@ def test_run_takes_names_from_a_configuration_file_under_its_flags(polysilicon, 
     assert (status, out) == (0, " Paris\n")
     status, out, _ = polysilicon("run", PARIS, "--config", str(file), "--max-tokens", "2")
     assert (status, out) == (0, " Paris.\n")
+
+
+def test_run_of_a_model_without_a_prompt_says_what_is_missing(polysilicon, smollm2_path):
+    for model in ("smollm2", "hf:owner/repo", str(smollm2_path)):
+        status, out, err = polysilicon("run", model, model=False)
+        assert (status, out) == (2, "")
+        assert err.startswith(f"error: {model} is a model, and a prompt is missing: ")
+        assert err.endswith(f'polysilicon run {model} "PROMPT"\n')
 
 
 def test_run_ends_at_a_stop_text(polysilicon):

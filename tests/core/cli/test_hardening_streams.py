@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from polysilicon.backend import DeviceLost
-from polysilicon.cli import run
+from polysilicon.commands.application import run
 from polysilicon.reference.device import ReferenceProgram
 
 PROGRAM = f"{sys.executable} -c 'from polysilicon.cli import main; main()'"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,11 @@ from huggingface_hub import errors
 
 from polysilicon.catalogue import resolve_model
 from polysilicon.errors import DownloadError, ModelError
-from polysilicon.hub import fetch_from_hub
+from polysilicon.hub import fetch_config, fetch_from_hub
 
 
 class FakeHub:
-    """Repositories as lists of file names, and the three functions that are called."""
+    """Repositories as lists of file names, and the functions that are called."""
 
     def __init__(self, root: Path, repositories: dict[str, list[str]]) -> None:
         self.root, self.repositories = root, repositories
@@ -74,6 +77,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, root: Path, *files: str) -> FakeHub:
         huggingface_hub.HfApi, "list_repo_files", lambda api, repo: fake.list_repo_files(api, repo)
     )
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(root / "cache"))
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: None)
     return fake
 
 
@@ -144,6 +149,25 @@ def test_a_spec_of_another_form(spec: str) -> None:
         fetch_from_hub(spec)
 
 
+@pytest.mark.parametrize("file", ["../x.gguf", "/etc/passwd", "a/../../x.gguf", "a//b", "."])
+def test_a_file_outside_the_repository(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str
+) -> None:
+    fake = hub(monkeypatch, tmp_path, "a.gguf")
+    with pytest.raises(ModelError, match="named as the repository lists it"):
+        fetch_from_hub(f"hf:owner/repo:{file}")
+    assert not fake.calls
+
+
+@pytest.mark.parametrize("repo", ["../..", "a--b/c", "-/-", "owner/repo.git", "a" * 200 + "/b"])
+def test_what_the_hub_s_library_holds_for_no_name(repo: str) -> None:
+    """Which has nothing to do with the network."""
+    for fetch in (fetch_config, fetch_from_hub):
+        with pytest.raises(ModelError, match="cannot be a name on the hub") as raised:
+            fetch(f"hf:{repo}")
+        assert "network" not in str(raised.value)
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [
@@ -173,6 +197,47 @@ def test_errors_of_the_library(
     assert message in str(raised.value)
 
 
+@pytest.mark.parametrize("spec", ["hf:owner/repo", "hf:owner/repo:a.gguf"])
+def test_a_hub_that_cannot_be_reached_is_asked_once(
+    spec: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What would try again and again is not called at all."""
+    fake = hub(monkeypatch, tmp_path, "a.gguf")
+    asked = []
+
+    def unreachable(url: str) -> None:
+        asked.append(url)
+        raise OSError("no such host")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    with pytest.raises(DownloadError, match=r"no such host\. Check the network"):
+        fetch_from_hub(spec)
+    assert len(asked) == 1
+    assert "owner/repo" in asked[0]
+    assert fake.calls == []
+
+
+def test_an_answer_of_any_kind_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hub(monkeypatch, tmp_path, "a.gguf")
+
+    def answered(url: str) -> None:
+        raise made(errors.EntryNotFoundError)
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", answered)
+    assert fetch_from_hub("hf:owner/repo") == tmp_path / "owner/repo/a.gguf"
+
+
+def test_what_the_cache_has_needs_no_answer(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The library falls back to its cache at once where the hub cannot be reached."""
+    fake = hub(monkeypatch, tmp_path, "a.gguf")
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda repo, file: "kept")
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", pytest.fail)
+    assert fetch_from_hub("hf:owner/repo:a.gguf").name == "a.gguf"
+    assert fake.calls == ["hf_hub_download"]
+
+
 def test_the_real_library_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What is called exists in the library, and its own offline error is understood."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -180,3 +245,22 @@ def test_the_real_library_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     for spec in ("hf:owner/repo", "hf:owner/repo:a.gguf"):
         with pytest.raises(DownloadError, match="not in the hub's cache"):
             fetch_from_hub(spec)
+
+
+def test_the_real_library_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """Where nothing else has imported any of its modules, which it loads when they are asked
+    for."""
+    script = (
+        "from polysilicon.errors import DownloadError\n"
+        "from polysilicon.hub import fetch_from_hub\n"
+        "try:\n"
+        "    fetch_from_hub('hf:owner/repo')\n"
+        "except DownloadError as error:\n"
+        "    print(error)\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "hf:owner/repo is not in the hub's cache" in ended.stdout

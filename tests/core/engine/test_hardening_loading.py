@@ -76,7 +76,7 @@ def test_a_backend_that_opens_no_device(
     opened: Any, kind: type[PolysiliconError], message: str
 ) -> None:
     backend = OddBackend(opened)
-    chosen = Selection(backend=backend, devices=tuple(backend.probe()), reason="asked for")
+    chosen = Selection(backend=backend, devices=tuple(backend.probe()))
     with pytest.raises(kind, match=message):
         open_device(Config(backend="odd"), chosen)
 
@@ -90,7 +90,7 @@ def test_activations_reach_the_backend_and_only_one_that_has_them() -> None:
             return ReferenceDevice()
 
     backend = Choosing(None)
-    chosen = Selection(backend=backend, devices=tuple(backend.probe()), reason="asked for")
+    chosen = Selection(backend=backend, devices=tuple(backend.probe()))
     open_device(Config(activations="bf16"), chosen).close()
     open_device(Config(), chosen).close()
     assert given == [{"activations": "bf16"}, {}]

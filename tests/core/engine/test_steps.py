@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,32 @@ def test_fields_of_the_outputs(bench: EngineBench, engine: Engine) -> None:
         assert logprob.id == output.ids[0]
         assert logprob.top[0] == (logprob.id, logprob.logprob)
     assert outputs[0].next_top == outputs[0].logprobs[0].top
+
+
+@pytest.mark.parametrize("embed", [None, "mean"])
+def test_waiting_ends_before_computing_begins(
+    bench: EngineBench, engine: Engine, embed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference computes within the call that submits."""
+    begun: list[float] = []
+
+    def timed(call: Any) -> Any:
+        def submit(*arguments: Any) -> Any:
+            begun.append(time.monotonic())
+            return call(*arguments)
+
+        return submit
+
+    for name in ("step", "embed"):
+        monkeypatch.setattr(engine.executor, name, timed(getattr(engine.executor, name)))
+    engine.add(dataclasses.replace(request(max_tokens=0), embed=embed))
+    outputs = engine.step()
+    while engine.has_work:
+        outputs += engine.step()
+    [output] = outputs
+    assert output.times is not None
+    assert output.times.first_scheduled is not None
+    assert output.times.arrival <= output.times.first_scheduled <= begun[0]
 
 
 def test_without_a_seed_draws_differ(bench: EngineBench, engine: Engine) -> None:

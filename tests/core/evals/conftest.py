@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from polysilicon.cli import run
+from polysilicon.commands.application import run
 from polysilicon.testing.tiny_models import TinyModel, tiny_llama
 from polysilicon.testing.tiny_text import write_text_side
 

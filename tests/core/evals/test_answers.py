@@ -122,6 +122,14 @@ def test_of_equal_choices_the_first_is_taken(evaluated, tiny, tasks):
     assert found["accuracy"] == found["choice_accuracy_by_length"] == 0.5
 
 
+def test_a_model_without_any_probability_is_right_about_no_choice(evaluated, broken, tasks):
+    lines = [{"context": "ab", "choices": ["c", "d"], "answer": index} for index in (0, 1)]
+    status, out, _ = evaluated(broken, "--tasks", tasks(*lines), "--json")
+    assert status == 0
+    found = json.loads(out)
+    assert found["accuracy"] == found["choice_accuracy_by_length"] == 0
+
+
 def test_figures_are_means_with_their_errors(evaluated, tiny, tasks, made, sums):
     lines = choice_lines(9)
     right = [int(sums(made.llama, line).argmax()) == line["answer"] for line in lines]

@@ -6,6 +6,7 @@ import base64
 import importlib.util
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -86,6 +87,21 @@ def test_the_report_s_notable_tokens_are_those_that_diverge_the_most(
     divergences = [float(row[3]) for row in rows]
     assert divergences == sorted(divergences, reverse=True)
     assert divergences[0] == pytest.approx(json.loads(out)["kl_max"], abs=1e-4)
+
+
+def test_a_report_of_texts_that_no_utf_8_spells(evaluated, tiny, tmp_path):
+    path, tasks = tmp_path / "report.html", tmp_path / "halves.jsonl"
+    tasks.write_text(json.dumps({"context": "a\ud800", "choices": ["\udfff", "b"], "answer": 1}))
+    status, _, _ = evaluated(tiny, "--tasks", tasks, "--report", path)
+    assert status == 0
+    assert path.read_text(encoding="utf-8").rstrip().endswith("</html>")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a device that is full")
+def test_a_report_that_does_not_fit_names_the_file(evaluated, tiny, text):
+    status, _, err = evaluated(tiny, "--text", text, "--report", "/dev/full")
+    assert status == 2
+    assert err.endswith("error: /dev/full cannot be written: No space left on device\n")
 
 
 def test_the_report_of_tasks_escapes_what_models_and_files_say(evaluated, tiny, tasks, tmp_path):

@@ -66,6 +66,10 @@ def test_exact_match():
         ({"prompt": "a", "answers": []}, '"answers" is empty'),
         ({**MATCH, "max_tokens": 0}, '"max_tokens" must be above 0'),
         ({**MATCH, "max_tokens": 1 << 31}, '"max_tokens" must be above 0'),
+        (
+            {**MATCH, "max_tokens": -(10**4000)},
+            '"max_tokens" must be above 0, not -1000000000000000000',
+        ),
         ({**MATCH, "max_tokens": "3"}, '"max_tokens" needs a number'),
         ({**MATCH, "max_tokens": True}, '"max_tokens" needs a number'),
         ({**MATCH, "stop": 3}, '"stop" needs a text or a list of texts'),

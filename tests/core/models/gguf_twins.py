@@ -90,8 +90,12 @@ def _split_latents(config: Mapping[str, Any], weights: Mapping[str, Float32]) ->
 GPT_OSS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj(_bias)?")
 
 
+HEAD_NORM = re.compile(r"model\.layers\.(\d+)\.self_attn\.([qk])_layernorm\.norms\.\d+\.weight")
+
+
 def stacked(weights: Mapping[str, Float32]) -> dict[str, Float32]:
-    """The weights with experts as stacks, those by their name in GGUF."""
+    """The weights with experts, and norms of single heads, as stacks, those by their name in
+    GGUF."""
     result: dict[str, Float32] = {}
     experts: dict[str, list[Float32]] = {}
     # In the order of their numbers, of which tiny models have fewer than ten.
@@ -99,6 +103,11 @@ def stacked(weights: Mapping[str, Float32]) -> dict[str, Float32]:
         match = GPT_OSS.fullmatch(key)
         if match is not None:
             result |= _gpt_oss_experts(match, weights[key])
+            continue
+        match = HEAD_NORM.fullmatch(key)
+        if match is not None:
+            name = f"blk.{match[1]}.attn_{match[2]}_norm.weight"
+            experts.setdefault(name, []).append(weights[key])
             continue
         match = EXPERT.match(key)
         if match is None:
@@ -133,7 +142,7 @@ def _add_metadata(writer: gguf.GGUFWriter, name: str, config: Mapping[str, Any])
     writer.add_head_count_kv(1 if name == "deepseek2" else config["num_key_value_heads"])
     if "layer_norm_eps" in config:
         writer.add_layer_norm_eps(config["layer_norm_eps"])
-        writer.add_parallel_residual(False)
+        writer.add_parallel_residual(config.get("use_parallel_residual", False))
     else:
         writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])

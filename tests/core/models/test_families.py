@@ -43,6 +43,33 @@ def test_latent_attention_keeps_one_narrow_head(load: Load) -> None:
     assert planes == [("k", 1, 4 + 12), ("v", 1, 12)]
 
 
+@pytest.mark.parametrize(
+    ("name", "module", "layers"),
+    [("gpt-oss", "", 2), ("phi3", "qkv_proj.", 3), ("deepseek3", "", 0)],
+)
+def test_calibrated_scales_of_kv(
+    tiny: Tiny,
+    write_safetensors: WriteSafetensors,
+    device: Device,
+    name: str,
+    module: str,
+    layers: int,
+) -> None:
+    """Of layers that keep keys and values: latents are neither."""
+    model = tiny(name)
+    attention = [f"model.layers.{i}.self_attn" for i in range(model.config["num_hidden_layers"])]
+    scales = {
+        f"{at}.{module}{part}_scale": np.ones(1, np.float32) for at in attention for part in "kv"
+    }
+    scheme = {"type": "float", "num_bits": 8}
+    settings = {"quant_method": "compressed-tensors", "kv_cache_scheme": scheme}
+    config = {**model.config, "quantization_config": settings}
+    with open_checkpoint(write_safetensors(config, {**model.weights, **scales})) as checkpoint:
+        notes = load_model(checkpoint, device, kv_dtype="fp8_e4m3").notes
+    told = [note for note in notes if "scales" in note]
+    assert told == [f"KV of {layers} layers has the scales that the checkpoint brings."][:layers]
+
+
 def test_windows_alternate_in_gpt_oss(load: Load) -> None:
     specs = load("gpt-oss").kv_specs(16, "f16")
     assert [(spec.window, spec.layers) for spec in specs] == [(None, (1,)), (8, (0,))]

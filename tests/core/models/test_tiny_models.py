@@ -106,7 +106,9 @@ NOT_IN_GGUF = {
     "qwen2-sliding",
     "gemma2-uncapped",
     "qwen2moe-dense",
+    "qwen2moe-sliding",
     "qwen3moe-dense",
+    "qwen3moe-sliding",
     "glm",
 }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import polysilicon.lane_reports
-from polysilicon.cli import run
+from polysilicon.commands.application import run
 from polysilicon.plan.units import duration, size
 from polysilicon.reference.device import ReferenceDevice
 

@@ -74,6 +74,26 @@ def test_a_backend_that_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
         MeasuredHardware(ReferenceDevice(), name="x", backend="reference")
 
 
+@pytest.mark.parametrize(
+    ("measured", "stored", "used"),
+    [
+        ({"f32": 1.0, "bf16": 2.0, "fp8": 4.0}, "fp8", "f32"),
+        ({"bf16": 2.0, "fp8": 4.0}, "fp8", "fp8"),
+        ({"bf16": 2.0, "fp8": 4.0}, "fp4", "bf16"),
+        ({"int8": 2.0}, "fp8", None),
+    ],
+)
+def test_what_a_device_computes_in_comes_first(
+    measured: dict[str, float], stored: str, used: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where it has no rate of that, what weights are stored in, as on an accelerator of the
+    table. The reference device computes in float32."""
+    monkeypatch.setattr(ReferenceDevice, "ceilings", lambda self, nbytes: measured)
+    machine = MeasuredHardware(ReferenceDevice(), name="x", backend="reference")
+    found = machine.product_rate(stored)
+    assert (None if found is None else found[0]) == used
+
+
 def test_a_device_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(self: ReferenceDevice, nbytes: int) -> dict[str, float]:
         raise DeviceLost("gone")

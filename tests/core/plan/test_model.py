@@ -236,6 +236,7 @@ def test_the_hub_gives_no_more_than_the_config(
         return str(write_config("llama-2-7b") / file)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", lambda url: None)
     model = open_model("hf:owner/llama")
     assert fetched == [("owner/llama", "config.json")]
     assert model.parameters == 6_738_415_616
@@ -243,10 +244,11 @@ def test_the_hub_gives_no_more_than_the_config(
 
 
 def test_the_hub_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    def download(repo: str, file: str) -> str:
+    def unreachable(url: str) -> None:
         raise OSError("no route")
 
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", unreachable)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", pytest.fail)
     with pytest.raises(DownloadError, match="no route"):
         open_model("hf:owner/llama")
 

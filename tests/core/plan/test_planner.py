@@ -19,7 +19,7 @@ from polysilicon.plan.kv import plan_pages
 from polysilicon.plan.model import PlannedModel, open_model, quantized
 from polysilicon.plan.placed import placed
 from polysilicon.plan.planner import Load, Plan, Speed, bill_of, load_for, plan
-from polysilicon.plan.speed import Work, cost_per_million, end_to_end
+from polysilicon.plan.speed import Part, Work, cost_per_million, end_to_end
 from polysilicon.plan.weights import weight_traffic
 
 WriteConfig = Callable[..., Path]
@@ -76,10 +76,8 @@ def test_a_stream_on_an_a100(write_config: WriteConfig) -> None:
     """14 GB at 2 TB/s are about 140 tokens a second, and four times as many in a quarter of the
     bytes; Llama-2-7B's 13.2 GB that a step reads are a little more."""
     assert find_hardware("a100").bandwidth(0).value == 2.039e12
-    step = Work(nbytes=14e9, operations=0, working_set=14e9).seconds(bandwidth=2e12, rate=None)
-    quarter = Work(nbytes=14e9 / 4, operations=0, working_set=14e9).seconds(
-        bandwidth=2e12, rate=None
-    )
+    step = Part(nbytes=14e9, operations=0).seconds(bandwidth=2e12, rate=None)
+    quarter = Part(nbytes=14e9 / 4, operations=0).seconds(bandwidth=2e12, rate=None)
     assert step is not None
     assert quarter is not None
     assert 1 / step == pytest.approx(140, rel=0.03)
@@ -156,15 +154,29 @@ def test_operations_counted_one_by_one(name: str, write_config: WriteConfig) -> 
     assert step.operations == pytest.approx(3 * (2 * (dense + head) + each * seen), rel=1e-12)
 
 
-def test_prefill_reads_the_weights_once_a_step(write_config: WriteConfig) -> None:
+def test_parts_follow_one_another() -> None:
+    """Each is bound by its bytes or by its products, and their times add up."""
+    work = Work(
+        parts=(Part(nbytes=10, operations=1), Part(nbytes=1, operations=40)), working_set=11
+    )
+    assert (work.nbytes, work.operations) == (11, 41)
+    assert work.seconds(bandwidth=2, rate=5) == 10 / 2 + 40 / 5
+    assert work.seconds(bandwidth=2, rate=None) == 11 / 2
+    assert work.seconds(bandwidth=None, rate=5) == 41 / 5
+    assert work.seconds(bandwidth=None, rate=None) is None
+
+
+def test_prefill_reads_the_layers_once_a_step(write_config: WriteConfig) -> None:
+    """And the head once, whose logits of the last token are written and read."""
     model = open_model(str(write_config("qwen2.5-0.5b")))
     load = loaded(model, step_tokens=100)
     speed = Speed(model, made(bandwidth=1.0, rates={"bf16": 1e30}), load)
-    once = speed.prefill_seconds(1)
-    assert once == weight_traffic(model).read
-    assert [speed.prefill_seconds(n) for n in (99, 100, 101, 1000)] == [
-        once, once, 2 * once, 10 * once,
-    ]  # fmt: skip
+    traffic = weight_traffic(model)
+    head = traffic.head_read + 2 * 151936 * 4
+    steps = {1: 1, 99: 1, 100: 1, 101: 2, 1000: 10}
+    assert {n: speed.prefill_seconds(n) for n in steps} == {
+        n: count * traffic.layer_read + head for n, count in steps.items()
+    }
 
 
 def test_caches_hold_what_one_step_reads(write_config: WriteConfig) -> None:
@@ -183,7 +195,8 @@ def test_caches_hold_what_one_step_reads(write_config: WriteConfig) -> None:
     speed.prefill_seconds(1000)
     speed.decode_seconds(concurrency=3, context=64)
     kv = 3 * 64 * kv_groups(model.config, 16, "f16")[0].token_bytes
-    assert asked == [model.nbytes, model.nbytes + kv]
+    logits = 2 * 3 * 151936 * 4
+    assert asked == [model.nbytes, model.nbytes + kv + logits]
 
 
 def test_what_a_step_reads(write_config: WriteConfig) -> None:
@@ -279,10 +292,10 @@ def test_a_whole_plan(write_config: WriteConfig) -> None:
     assert found.bill.total == found.bill.weights + 8 * (2 << 30) + (512 << 14) + (
         found.bill.workspace
     )
-    read = weight_traffic(model).read
-    assert found.stream_rate == pytest.approx(2.039e12 / (read + (2 << 30)))
-    assert found.batch_rate == pytest.approx(8 * 2.039e12 / (read + (16 << 30)))
-    assert found.tpot == pytest.approx((read + 8 * (1256 << 19)) / 2.039e12)
+    read, logits = weight_traffic(model).read, 2 * 32000 * 4
+    assert found.stream_rate == pytest.approx(2.039e12 / (read + (2 << 30) + logits))
+    assert found.batch_rate == pytest.approx(8 * 2.039e12 / (read + (16 << 30) + 8 * logits))
+    assert found.tpot == pytest.approx((read + 8 * (1256 << 19) + 8 * logits) / 2.039e12)
     assert found.ttft == pytest.approx(2 * 1000 * 6.5e9 / 312e12, rel=0.05)
     assert found.prefill_rate == pytest.approx(1000 / found.ttft)
     assert found.end_to_end == pytest.approx(found.ttft + 511 * found.tpot)
@@ -294,7 +307,25 @@ def test_many_streams_are_bound_by_products(write_config: WriteConfig) -> None:
     model = open_model(str(write_config("llama-2-7b")))
     load = loaded(model, context=2, concurrency=4096)
     found = plan(model, "none", find_hardware("l40s"), load)
-    assert found.batch_rate == pytest.approx(362.05e12 / (2 * 6.6e9), rel=0.01)
+    # Beside the products of the matrices there are two tokens' KV and a float32 for each of the
+    # vocabulary to read for each stream.
+    each = 2 * 6.607e9 / 362.05e12 + (2 * (512 << 10) + 32000 * 4) / 864e9
+    assert found.batch_rate == pytest.approx(1 / each, rel=1e-3)
+
+
+def test_each_part_is_bound_by_what_it_needs_most(write_config: WriteConfig) -> None:
+    """At 64 streams the matrices are bound by products, KV by bandwidth, and a mixture's experts,
+    which each see few of the tokens, by bandwidth too."""
+    model = open_model(str(write_config("mixtral-8x7b")))
+    hardware = made(bandwidth=1e12, rates={"bf16": 50e12})
+    speed = Speed(model, hardware, loaded(model))
+    traffic = weight_traffic(model)
+    kv = 1000 * kv_groups(model.config, 16, "f16")[0].token_bytes
+    products = 2 * 64 * (traffic.layer_products + traffic.head_products) / 50e12
+    moved = (traffic.expert_bytes(64) + 64 * kv + 64 * 32000 * 4) / 1e12
+    assert 2 * 64 * traffic.expert_products / 50e12 < traffic.expert_bytes(64) / 1e12
+    seconds = speed.decode_seconds(concurrency=64, context=1000)
+    assert seconds == pytest.approx(products + moved)
 
 
 def test_rates_that_no_vendor_prints(write_config: WriteConfig) -> None:

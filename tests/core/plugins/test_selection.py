@@ -45,13 +45,13 @@ def test_the_order_of_auto(install: Install) -> None:
     assert order == ["cuda", "rocm", "metal", "mica", "opal", "zinc", "cpu", "reference"]
 
 
-def test_auto_takes_the_first_that_can_run_and_says_why(install: Install) -> None:
+def test_auto_takes_the_first_that_can_run_and_names_those_before_it(install: Install) -> None:
     install("a", PROBES + backends("Away('metal')", "Broken('opal')", "Fake('cpu')"))
     selection = select_backend(load_plugins())
     assert selection.name == "cpu"
     assert selection.devices == (DeviceInfo(name="one", memory=1 << 30),)
-    assert "metal: mlx is not installed: pip install mlx" in selection.reason
-    assert "opal: its probe failed: OSError: driver 3 is too old" in selection.reason
+    assert selection.passed_over == ("metal", "opal")
+    assert select_backend(load_plugins(), "cpu").passed_over == ()
 
 
 def test_auto_passes_over_what_stands_in_for_hardware(install: Install) -> None:
@@ -62,9 +62,12 @@ def test_auto_passes_over_what_stands_in_for_hardware(install: Install) -> None:
         f"    def probe(self): return [{probe}]\n" + backends("Emulated('metal')", "Fake('cpu')"),
     )
     selection = select_backend(load_plugins())
-    assert selection.name == "cpu"
-    assert "metal: emulator computes on the processor, only by name" in selection.reason
+    assert (selection.name, selection.passed_over) == ("cpu", ("metal",))
     assert select_backend(load_plugins(), "metal").name == "metal"
+    reports = {report.name: report for report in probe_all(load_plugins())}
+    assert reports["metal"].status is BackendStatus.AVAILABLE
+    assert reports["metal"].reason.startswith("computes on the processor")
+    assert reports["cpu"].reason == ""
 
 
 def test_auto_falls_back_on_the_reference(install: Install) -> None:

@@ -116,6 +116,15 @@ def test_what_is_quantised_already_is_refused(write_model: WriteModel, tmp_path:
         load_model(checkpoint, ReferenceDevice(), quantize="w8")
 
 
+def test_the_refusal_says_the_types_as_the_file_does(smollm2_path: Path) -> None:
+    """The type of most tensors first, whichever is read first."""
+    with (
+        open_checkpoint(smollm2_path) as checkpoint,
+        pytest.raises(ConfigError, match=r"quantised already \(Q4_1, Q8_0\)"),
+    ):
+        load_model(checkpoint, ReferenceDevice(), quantize="w8")
+
+
 def test_weights_that_are_no_numbers_are_refused() -> None:
     values = np.zeros((2, 32), np.float32)
     values[1, 3] = np.inf

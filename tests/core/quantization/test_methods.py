@@ -144,7 +144,7 @@ def test_scales_leave_the_model_what_it_is(
 def test_families_with_other_modules_are_not_scaled(write_model: WriteModel) -> None:
     with open_checkpoint(write_model(LLAMA)) as checkpoint:
         source = ModelSource(checkpoint, gguf=False)
-        source.shapes = {**source.shapes, "layers.0.router.weight": (4, 64)}
+        source.shapes = {**source.shapes, "layers.0.other.weight": (4, 64)}
         scaling = Scaling(source)
     assert not scaling.known
     assert not scaling.takes(["layers.0.down.weight"])

@@ -13,57 +13,27 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import safetensors.numpy
 
-from polysilicon.cli import run
 from polysilicon.commands import quantize as quantize_command
+from polysilicon.commands.application import run
 from polysilicon.commands.quantize import Method, Target
 from polysilicon.errors import ConfigError, ModelError, PolysiliconError
 from polysilicon.models.loading import read_config
 from polysilicon.progress import Advance
 from polysilicon.quantization import quantize as quantize_module
-from polysilicon.quantization.directory import DirectoryOutput, choose_grids
+from polysilicon.quantization.directory import DirectoryOutput
 from polysilicon.quantization.gguf_output import GGUF_FORMATS, GGUFOutput
 from polysilicon.quantization.layouts import LAYOUTS
-from polysilicon.quantization.output import Output
 from polysilicon.quantization.quantize import TARGETS, quantize
 from polysilicon.quantization.safetensors_file import SafetensorsWriter
-from polysilicon.quantization.source import ModelSource
 from polysilicon.tokenizer import Tokenizer
 from polysilicon.weights.checkpoint import Checkpoint, open_checkpoint
-from polysilicon.weights.encodings import Float32
 from polysilicon.weights.gguf import GGUFFile
 
 from .conftest import GEMMA3, LLAMA, Logits, WriteModel
+from .meant import meant
 
 TEXT = "the cat and the other hat, 12 times a day; then the rain came down on them. " * 40
-
-
-def meant(checkpoint: Checkpoint, to: str, folder: Path, **options: Any) -> dict[str, Float32]:
-    """What round-to-nearest makes of a checkpoint's tensors, by the names of those written."""
-    folder.mkdir()
-    gguf = to in GGUF_FORMATS
-    source = ModelSource(checkpoint, gguf=gguf)
-    output: Output
-    if gguf:
-        output = GGUFOutput(folder / "model.gguf", source, to)
-    else:
-        grids = choose_grids(source, to, options.get("bits"), options.get("group"))
-        output = DirectoryOutput(folder, source, to, grids)
-    values = {}
-    for name, unit in source.units.items():
-        fit, dense = output.fit(unit), source.values(unit)
-        if fit is None:
-            narrow = (
-                np.float32
-                if gguf
-                else {"f16": np.float16, "bf16": ml_dtypes.bfloat16}[source.dense_dtype]
-            )
-            values[name] = dense.astype(narrow).astype(np.float32)
-        else:
-            grid = fit(dense, None)
-            values[name] = grid.weight(grid.nearest(dense)).dequantize()
-    return values
 
 
 @pytest.mark.parametrize(
@@ -393,40 +363,6 @@ def test_a_long_calibration_text_may_be_cut_within_a_character(
 def test_layouts_and_methods_are_what_the_command_offers() -> None:
     assert {target.value for target in Target} == set(TARGETS) == {*LAYOUTS, *GGUF_FORMATS}
     assert {method.value for method in Method} == set(quantize_module.METHODS)
-
-
-def test_experts_that_are_tensors_of_their_own_are_quantised(
-    write_model: WriteModel, tmp_path: Path
-) -> None:
-    folder = write_model({**LLAMA, "architectures": ["MixtralForCausalLM"]}, num_hidden_layers=1)
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"num_local_experts": 3, "num_experts_per_tok": 2}
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = safetensors.numpy.load_file(folder / "model.safetensors")
-    random = np.random.default_rng(0)
-    block = "model.layers.0.block_sparse_moe"
-    for expert in range(3):
-        for old, new in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
-            shape = weights[f"model.layers.0.mlp.{old}_proj.weight"].shape
-            name = f"{block}.experts.{expert}.{new}.weight"
-            weights[name] = random.standard_normal(shape, np.float32)
-    weights = {name: value for name, value in weights.items() if ".mlp." not in name}
-    weights[f"{block}.gate.weight"] = random.standard_normal((3, 64), np.float32)
-    safetensors.numpy.save_file(weights, folder / "model.safetensors")
-    with open_checkpoint(folder) as checkpoint:
-        expected = meant(checkpoint, "compressed-tensors", tmp_path / "meant")
-        quantize(checkpoint, tmp_path / "out", to="compressed-tensors")
-        with pytest.raises(ModelError, match="Use --method rtn"):
-            quantize(checkpoint, tmp_path / "other", to="gptq", method="gptq", calibration=TEXT)
-        with pytest.raises(ModelError, match="experts stacked in one tensor"):
-            quantize(checkpoint, tmp_path / "out.gguf", to="q4_0")
-    with open_checkpoint(tmp_path / "out") as written:
-        assert written.tensors[f"{block}.gate.weight"].type == "F16"
-        assert written.weight(f"{block}.experts.2.w2.weight").encoding == "affine:4/64"
-        for name, values in expected.items():
-            np.testing.assert_array_equal(written.weight(name).dequantize(), values)
-    stated = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert stated["quantization_config"]["ignore"] == ["lm_head", f"{block}.gate"]
 
 
 def test_the_command_writes_and_says_what_it_cannot(

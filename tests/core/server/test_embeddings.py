@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
+import re
 
 import numpy as np
 import openai
 import pytest
+
+from polysilicon.testing.tiny_models import tiny_llama
+from polysilicon.testing.tiny_text import write_text_side
 
 TEXTS = [
     "The cat sat on the mat.",
@@ -93,3 +98,21 @@ def test_errors(server, change, word) -> None:
     answer = server.post("/v1/embeddings", {"input": "a"} | change)
     assert answer.status_code == 400, answer.text
     assert word in answer.json()["error"]["message"]
+
+
+def test_hidden_states_that_are_no_numbers(serve, tmp_path) -> None:
+    """No embedding, and what can be answered without them stays JSON."""
+    model = tiny_llama()
+    norm = {"model.norm.weight": np.full_like(model.tensors["model.norm.weight"], np.nan)}
+    dataclasses.replace(model, tensors=model.tensors | norm).write(tmp_path / "model")
+    write_text_side(tmp_path / "model")
+    with serve(str(tmp_path / "model"), "--backend", "reference", "--kv-pages", "40") as served:
+        for form in ("float", "base64"):
+            answer = served.post("/v1/embeddings", {"input": "ab", "encoding_format": form})
+            assert answer.status_code == 500
+            assert "NaN or infinite" in answer.json()["error"]["message"]
+        asked = {"prompt": "ab", "max_tokens": 2, "logprobs": 2, "echo": True}
+        answer = served.post("/v1/completions", asked)
+        assert answer.status_code == 200
+        assert not {"NaN", "Infinity"} & set(re.findall(r"\w+", answer.text))
+        assert answer.json()["choices"][0]["logprobs"]["token_logprobs"][1] == -9999

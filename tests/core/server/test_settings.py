@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from polysilicon.cli import run
+from polysilicon.commands.application import run
 from polysilicon.config import Config
 from polysilicon.errors import ConfigError
 from polysilicon.server.settings import API_KEY_VARIABLE, Settings

@@ -353,6 +353,13 @@ def test_factors_that_cannot_be_are_refused(tmp_path: Path, factor: np.ndarray) 
         file.weight("blk.0.attn_q.weight")
 
 
+def test_a_factor_that_makes_scales_too_large_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.gguf"
+    write_nvfp4(path, {"blk.0.attn_q.scale": np.array([3e38], np.float32)})
+    with GGUFFile(path) as file, pytest.raises(ModelError, match=r"attn_q\.weight' has scales"):
+        file.weight("blk.0.attn_q.weight")
+
+
 @pytest.mark.parametrize("factor", [2.0, 0.5])
 @pytest.mark.parametrize("kind", ["F16", "Q4_1", "Q8_0"])
 def test_a_factor_beside_any_type(tmp_path: Path, kind: str, factor: float) -> None:
@@ -373,9 +380,10 @@ NAN, INFINITY = b"\0\x7e", b"\0\x7c"
 @pytest.mark.parametrize(
     ("kind", "start", "number"),
     [("Q4_0", 0, NAN), ("Q4_1", 2, INFINITY), ("Q6_K", 208, NAN), ("Q4_K", 2, NAN),
-     ("IQ4_NL", 0, INFINITY), ("IQ2_S", 0, NAN), ("IQ1_S", 0, NAN), ("MXFP4", 0, b"\xff")],
+     ("IQ4_NL", 0, INFINITY), ("IQ2_S", 0, NAN), ("IQ1_S", 0, NAN), ("MXFP4", 0, b"\xff"),
+     ("MXFP4", 0, b"\xfe")],
 )  # fmt: skip
-def test_scales_that_are_no_numbers_are_refused(
+def test_scales_that_are_no_numbers_or_too_large_are_refused(
     tmp_path: Path, kind: str, start: int, number: bytes
 ) -> None:
     type_ = gguf.GGMLQuantizationType[kind]

@@ -16,7 +16,7 @@ from polysilicon.weights.encodings import (
     Weight,
     pack_codes,
 )
-from polysilicon.weights.stacks import stack_weights
+from polysilicon.weights.stacks import have_one_form, stack_weights, take_matrix
 
 ROWS, COLUMNS, GROUP = 5, 64, 16
 
@@ -100,25 +100,33 @@ def test_a_stack_has_the_values_and_the_encoding_of_its_matrices(make, count: in
     np.testing.assert_array_equal(stack.take_rows(rows).dequantize(), expected[:, rows])
 
 
+@pytest.mark.parametrize("make", [affine, super_scaled, blocks, codebook, dense])
+def test_a_matrix_of_a_stack_is_what_it_was(make) -> None:
+    weights = [make(seed) for seed in range(3)]
+    stack = stack_weights(weights)
+    for index, weight in enumerate(weights):
+        taken = take_matrix(stack, index)
+        assert (taken.shape, taken.encoding) == (weight.shape, weight.encoding)
+        np.testing.assert_array_equal(taken.dequantize(), weight.dequantize())
+
+
 @pytest.mark.parametrize(
-    "weights",
+    "other",
     [
-        [affine(0), affine(1, bits=8, codes=packed(np.random.default_rng(1), 8))],
-        [affine(0), affine(1, offset=8)],
-        [affine(0), affine(1, bias=None)],
-        [affine(0), affine(1, scale=scales(np.random.default_rng(2), np.float32))],
-        [affine(0), affine(1, input_order=None)],
-        [affine(0), affine(1, input_order=np.arange(COLUMNS, dtype=np.int32))],
-        [affine(0), super_scaled(1)],
-        [codebook(0), codebook(1, table_seed=1)],
-        [dense(0), affine(1), dense(2, np.float32)],
+        affine(1, bits=8, codes=packed(np.random.default_rng(1), 8)),
+        affine(1, offset=8),
+        affine(1, bias=None),
+        affine(1, scale=scales(np.random.default_rng(2), np.float32)),
+        affine(1, input_order=None),
+        affine(1, input_order=np.arange(COLUMNS, dtype=np.int32)),
+        super_scaled(1),
+        codebook(1),
+        dense(1),
     ],
 )
-def test_matrices_of_no_common_form_become_dense(weights: list[Weight]) -> None:
-    stack = stack_weights(weights)
-    assert stack.encoding == "dense:f32"
-    expected = np.stack([weight.dequantize() for weight in weights])
-    np.testing.assert_array_equal(stack.dequantize(), expected)
+def test_matrices_that_differ_have_no_one_form(other: Weight) -> None:
+    assert not have_one_form([affine(0), affine(2), other])
+    assert have_one_form([other, other])
 
 
 def test_scales_of_inputs_are_kept_where_they_are_equal() -> None:

@@ -33,14 +33,21 @@ _PRODUCT_INPUTS = ("x", "codes", "scale_even", "scale_odd", "bias_even", "bias_o
 
 
 def source(name: str) -> str:
-    """The body of a kernel."""
+    """The body of a kernel, or functions that stand before one."""
     return importlib.resources.files(__name__).joinpath(f"{name}.metal").read_text()
 
 
 @functools.cache
-def _kernel(name: str, inputs: Sequence[str], outputs: Sequence[str]) -> Callable[..., Any]:
+def _kernel(
+    name: str, inputs: Sequence[str], outputs: Sequence[str], header: str = ""
+) -> Callable[..., Any]:
+    """header: a file of functions that the kernel calls."""
     kernel: Any = mx.fast.metal_kernel(
-        name=f"polysilicon_{name}", input_names=inputs, output_names=outputs, source=source(name)
+        name=f"polysilicon_{name}",
+        input_names=inputs,
+        output_names=outputs,
+        source=source(name),
+        header=source(header) if header else "",
     )
     launch: Callable[..., Any] = kernel
     return launch
@@ -72,7 +79,7 @@ def attend(
     part = _PART if parts > 1 else context
     sizes = mx.array([batch.positions.shape[0], table.shape[1], tree_width, part])
     shape = (parts, count, queries, heads)
-    kernel = _kernel("attention", _ATTENTION_INPUTS, ("sums", "totals", "tops"))
+    kernel = _kernel("attention", _ATTENTION_INPUTS, ("sums", "totals", "tops"), "stored")
     sums, totals, tops = kernel(
         inputs=[
             q,

@@ -7,7 +7,8 @@
 //
 // Inputs
 //   q            float [B, Q, H, DK]
-//   k, v         [slots, HK, DK], [slots, HK, DV]; k_scale, v_scale: float [slots, HK] if QUANTISED
+//   k, v         [slots, HK, DK], [slots, HK, DV], read by `stored`; k_scale, v_scale: float
+//                [slots, HK] if QUANTISED
 //   table        int [S, width]: pages of a sequence
 //   rows         int [B, Q]: tokens of the queries, T where there is none
 //   sequences    int [B]
@@ -80,12 +81,12 @@ for (int key = low + simd_group; key < high; key += SIMD_GROUPS) {
   float key_values[KEY_ELEMENTS];
   for (int i = 0; i < KEY_ELEMENTS; ++i) {
     const int d = lane + 32 * i;
-    key_values[i] = d < DK ? float(k[at * DK + d]) : 0.0f;
+    key_values[i] = d < DK ? stored(k[at * DK + d]) : 0.0f;
   }
   float values[VALUE_ELEMENTS];
   for (int i = 0; i < VALUE_ELEMENTS; ++i) {
     const int d = lane + 32 * i;
-    values[i] = d < DV ? float(v[at * DV + d]) : 0.0f;
+    values[i] = d < DV ? stored(v[at * DV + d]) : 0.0f;
     if (QUANTISED) {
       values[i] *= v_scale[at];
     }

@@ -31,13 +31,18 @@ def store_rows(
     x: tl.tensor,
     plane: tl.tensor,
     plane_scale: tl.tensor,
+    calibrated: tl.tensor,
+    head: tl.tensor,
     row: tl.tensor,
     present: tl.tensor,
     KV: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Write float32 `[tokens, BLOCK]` as rows of a plane `[rows, DIM]`, quantised as KV says."""
+    """Write float32 `[tokens, BLOCK]` as rows of a plane `[rows, DIM]`, quantised as KV says.
+
+    calibrated: None, or the scales of fp8 by head, which take the place of each row's own.
+    """
     element = tl.arange(0, BLOCK)
     target = plane + row[:, None] * DIM + element[None, :]
     mask = present[:, None] & (element < DIM)[None, :]
@@ -48,7 +53,12 @@ def store_rows(
         tl.store(plane_scale + row, scale, mask=present)
     elif KV == "fp8_e4m3":
         scale = scales(x, LARGEST=448.0)
-        tl.store(target, e4m3_codes(quotients(x, scale)), mask=mask)
+        if calibrated is not None:
+            scale = tl.where(scale == scale, tl.load(calibrated + head), scale)
+        quotient = quotients(x, scale)
+        if calibrated is not None:
+            quotient = tl.clamp(quotient, -448.0, 448.0)
+        tl.store(target, e4m3_codes(quotient), mask=mask)
         tl.store(plane_scale + row, scale, mask=present)
     else:
         tl.store(target, x.to(plane.dtype.element_ty), mask=mask)
@@ -64,6 +74,8 @@ def prepare_kernel(
     value_plane: tl.tensor,
     key_scale: tl.tensor,
     value_scale: tl.tensor,
+    key_calibrated: tl.tensor,
+    value_calibrated: tl.tensor,
     positions: tl.tensor,
     slots: tl.tensor,
     turns: tl.tensor,
@@ -141,7 +153,18 @@ def prepare_kernel(
                 INTERLEAVED=INTERLEAVED,
             )
             row = (page + key_head) * PAGE_SIZE + offset
-            store_rows(x, key_plane, key_scale, row, present, KV=KV, DIM=KEY_DIM, BLOCK=BLOCK_K)
+            store_rows(
+                x,
+                key_plane,
+                key_scale,
+                key_calibrated,
+                key_head,
+                row,
+                present,
+                KV=KV,
+                DIM=KEY_DIM,
+                BLOCK=BLOCK_K,
+            )
         else:
             value_head = key_head - KEY_HEADS
             x = load_head(
@@ -161,7 +184,16 @@ def prepare_kernel(
             )
             row = (page + value_head) * PAGE_SIZE + offset
             store_rows(
-                x, value_plane, value_scale, row, present, KV=KV, DIM=VALUE_DIM, BLOCK=BLOCK_V
+                x,
+                value_plane,
+                value_scale,
+                value_calibrated,
+                value_head,
+                row,
+                present,
+                KV=KV,
+                DIM=VALUE_DIM,
+                BLOCK=BLOCK_V,
             )
 
 
@@ -204,6 +236,8 @@ def prepare(
         codes(planes.v[layer]),
         None if planes.k_scale is None else planes.k_scale[layer],
         None if planes.v_scale is None else planes.v_scale[layer],
+        settings.key_scales,
+        settings.value_scales,
         positions,
         slots,
         None if rope is None else rope.turns,
@@ -245,11 +279,17 @@ _MODELS = {
 
 
 def specialisations(target: Target, tuning: Tuning) -> Iterator[Specialisation]:
-    """Decode of some models, with KV in bf16 and quantised; prefill of the first."""
+    """Decode of some models, with KV in bf16 and quantised; prefill, and calibrated scales, of the
+    first."""
     for model, (heads, key_heads, dim, norms) in _MODELS.items():
-        for kv, plane in (("bf16", "*bf16"), ("int8", "*i8"), ("fp8_e4m3", "*u8")):
+        for kv, plane, calibrated in (
+            ("bf16", "*bf16", None),
+            ("int8", "*i8", None),
+            ("fp8_e4m3", "*u8", None),
+            ("fp8_e4m3", "*u8", "*fp32"),
+        ):
             for step, tokens in (("decode", 1), ("prefill", 8192)):
-                if step == "prefill" and model != "Llama-3-8B":
+                if (step == "prefill" or calibrated is not None) and model != "Llama-3-8B":
                     continue
                 weight = "*fp32" if norms else None
                 scale = None if kv == "bf16" else "*fp32"
@@ -257,6 +297,7 @@ def specialisations(target: Target, tuning: Tuning) -> Iterator[Specialisation]:
                     **dict.fromkeys(("q", "k", "v", "queries"), "*bf16"),
                     **dict.fromkeys(("key_plane", "value_plane"), plane),
                     **dict.fromkeys(("key_scale", "value_scale"), scale),
+                    **dict.fromkeys(("key_calibrated", "value_calibrated"), calibrated),
                     **dict.fromkeys(("positions", "slots"), "*i32"),
                     "turns": "*i64",
                     **dict.fromkeys(("q_weight", "k_weight"), weight),
@@ -264,7 +305,7 @@ def specialisations(target: Target, tuning: Tuning) -> Iterator[Specialisation]:
                     **dict.fromkeys(("q_stride", "k_stride", "v_stride", "tokens"), "i32"),
                 }
                 yield Specialisation.of(
-                    f"prepare {step} {model} kv={kv}",
+                    f"prepare {step} {model} kv={kv}" + (" calibrated" if calibrated else ""),
                     prepare_kernel,
                     {name: kind for name, kind in signature.items() if kind is not None},
                     {

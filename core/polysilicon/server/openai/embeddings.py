@@ -94,8 +94,19 @@ async def _embedding(service: Service, request: EngineRequest, usage: Usage) -> 
                 check_output(output)
                 usage.cached_tokens += output.num_cached_tokens
                 if output.embedding:
-                    return np.array(output.embedding, np.float32)
+                    return _finite(np.array(output.embedding, np.float32))
     raise ApiError(500, "the engine gave no embedding")
+
+
+def _finite(vector: Float32) -> Float32:
+    """The vector. Raises ApiError (500) for one that JSON could not say and nobody could use."""
+    if not np.isfinite(vector).all():
+        raise ApiError(
+            500,
+            "the model's hidden states of this input are NaN or infinite: its weights are damaged, "
+            "or need another backend or --kv-dtype",
+        )
+    return vector
 
 
 def _normalised(vector: Float32) -> Float32:

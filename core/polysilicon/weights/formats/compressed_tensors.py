@@ -11,8 +11,8 @@ A quantised linear of N outputs and K inputs has `weight_scale` and one of
 - `weight_packed` uint8 of e2m1, under e8m0 by 32 inputs (mxfp4), or under e4m3 by 16 that
   `weight_global_scale` divides (nvfp4, whose scales are rounded to float32).
 Scales are one for the matrix, or `[N, 1]`, `[N, G]`, or of 2-D blocks. `weight_g_idx` `[K]` says
-the group of each input. `input_scale` is a static scale of activations. Scales of KV are passed
-over: KV that is quantised here has scales of its own, for each token and head.
+the group of each input. `input_scale` is a static scale of activations. Where only KV is quantised,
+weights are as they were; its scales are read by `polysilicon.models.kv_scales`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from polysilicon.weights.files import TensorInfo
 from polysilicon.weights.formats.affine import order_by_group, zero_point_weight
 from polysilicon.weights.formats.checks import SCALE_TYPES, finite, refuse, stored
 from polysilicon.weights.formats.compressed_tensors_config import Scheme, read_schemes
-from polysilicon.weights.formats.dense import as_stored
+from polysilicon.weights.formats.dense import as_stored, code_tensor
 from polysilicon.weights.formats.floats import (
     EXPONENT_TYPES,
     ScaleLayout,
@@ -42,6 +42,7 @@ from polysilicon.weights.formats.floats import (
     scale_layout,
 )
 from polysilicon.weights.formats.format import LogicalTensor
+from polysilicon.weights.formats.kv_scales import quantizes_kv
 from polysilicon.weights.formats.settings import expect_method, stated_settings
 from polysilicon.weights.safetensors import SafetensorsDirectory
 
@@ -86,6 +87,8 @@ class CompressedTensorsFormat:
             if name.endswith(end)
         )
         if not names:
+            if quantizes_kv(settings) and code_tensor(files) is None:
+                return as_stored(files, files.tensors)
             raise ModelError(
                 f"{files.path} has no tensor NAME{_SCALE}, which {self.name} stores. "
                 "Use the checkpoint as it was compressed, or the unquantised one."

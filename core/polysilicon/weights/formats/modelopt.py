@@ -5,6 +5,8 @@ block of 128 x 128 (`[N / 128, 1, K / 128, 1]`). MXFP8: the same with e8m0 scale
 NVFP4: `weight` uint8 `[N, K / 2]`, two e2m1 codes a byte with the lower half first; `weight_scale`
 e4m3 `[N, K / 16]`; `weight_scale_2`, a factor of all. An element is `scale * decode(code)`, for
 NVFP4 under `weight_scale * weight_scale_2`, rounded to float32.
+Where only KV is quantised, weights are as they were; its scales are read by
+`polysilicon.models.kv_scales`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from polysilicon.errors import ModelError
 from polysilicon.weights.fields import Fields
 from polysilicon.weights.files import TensorInfo, shown
 from polysilicon.weights.formats.checks import refuse, stored
-from polysilicon.weights.formats.dense import as_stored
+from polysilicon.weights.formats.dense import as_stored, code_tensor
 from polysilicon.weights.formats.floats import (
     EXPONENT_TYPES,
     FP8_BLOCK,
@@ -24,6 +26,7 @@ from polysilicon.weights.formats.floats import (
     nvfp4_reader,
 )
 from polysilicon.weights.formats.format import LogicalTensor
+from polysilicon.weights.formats.kv_scales import quantizes_kv
 from polysilicon.weights.formats.settings import expect_method, stated_settings
 from polysilicon.weights.safetensors import SafetensorsDirectory
 
@@ -57,7 +60,8 @@ class ModelOptFormat:
         if settings is None:
             return False
         return settings.method in _METHODS or (
-            not settings.method and _algorithm_fields(settings.fields) is not None
+            not settings.method
+            and (_algorithm_fields(settings.fields) is not None or quantizes_kv(settings))
         )
 
     def open(self, files: SafetensorsDirectory) -> Mapping[str, LogicalTensor]:
@@ -66,6 +70,9 @@ class ModelOptFormat:
             _check_algorithm(settings.fields)
         names = [name.removesuffix(_SCALE) for name in files.tensors if name.endswith(_SCALE)]
         if not names:
+            kv_alone = settings is not None and quantizes_kv(settings)
+            if kv_alone and code_tensor(files) is None:
+                return as_stored(files, files.tensors)
             raise ModelError(
                 f"{files.path} has no tensor NAME{_SCALE}, which {self.name} stores. "
                 "Leave --quantization out, so that the format is found from the files."

@@ -84,7 +84,7 @@ void attention(global const float *restrict queries, global const int *restrict 
                 for (uint r = 0; r < ROWS; r++)
                     sums[r] += part * LOAD(i, query + r * KEY_DIM);
             }
-#if KV_KIND == KV_INT8
+#if KV_QUANTISED
             const float key_scale = key_scales[(ulong)slot * key_heads + key_head];
 #endif
             const int own = index - before;
@@ -92,7 +92,7 @@ void attention(global const float *restrict queries, global const int *restrict 
 #pragma unroll
             for (uint r = 0; r < ROWS; r++) {
                 float score = sumV(sums[r]);
-#if KV_KIND == KV_INT8
+#if KV_QUANTISED
                 score *= key_scale;
 #endif
                 if (softcap > 0)
@@ -125,7 +125,7 @@ void attention(global const float *restrict queries, global const int *restrict 
             total[r] = total[r] * rescale[r] + sum16(sum);
             largest[r] = most;
         }
-#if KV_KIND == KV_INT8
+#if KV_QUANTISED
         SYNC();
         for (uint j = LANE; j < number; j += LANES) {
             const float scale = value_scales[(ulong)slots[j] * key_heads + key_head];

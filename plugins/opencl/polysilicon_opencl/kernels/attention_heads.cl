@@ -1,6 +1,7 @@
 /* What attention does before it looks at the context: norms and rotations of queries and keys,
  * storing of keys and values. A work-group takes one head of one token: queries first, then keys,
- * then values. Queries come out scaled, and turned where the keys are.
+ * then values. Queries come out scaled, and turned where the keys are. calibrated: scales of fp8
+ * planes by key head, of keys, then of values.
  */
 
 kernel __attribute__((reqd_work_group_size(LANES, 1, 1)))
@@ -10,7 +11,8 @@ void attention_heads(
     float q_eps, global const float *k_norm, float k_eps, global const float2 *table, uint pairs,
     uint interleaved, global const int *batch, uint slots_at, float scale, uint heads,
     uint key_heads, global float *queries, global Stored *keys, global Stored *values,
-    global float *key_scales, global float *value_scales)
+    global float *key_scales, global float *value_scales, global const float *calibrated,
+    uint has_calibrated)
 {
     local float row[KEY_DIM > VALUE_DIM ? KEY_DIM : VALUE_DIM], scratch[LANES];
     const uint token = get_group_id(2);
@@ -63,23 +65,25 @@ void attention_heads(
     }
     const ulong place = (ulong)batch[slots_at + token] * key_heads + head;
     global Stored *target = (is_value ? values : keys) + place * dim;
-#if KV_KIND == KV_INT8
+#if KV_QUANTISED
     float largest = 0, wrong = 0;
     for (uint i = LANE; i < dim; i += LANES) {
         largest = fmax(largest, fabs(row[i]));
         if (!isfinite(row[i]))
             wrong = 1;
     }
-    largest = lanes_max(largest, scratch) / 127.0f;
+    float unit = lanes_max(largest, scratch) / LARGEST_CODE;
     wrong = lanes_max(wrong, scratch);
     if (wrong > 0)
-        largest = NAN;
-    else if (largest < 0x1p-126f)
-        largest = 0;
+        unit = NAN;
+    else if (has_calibrated)
+        unit = calibrated[is_value ? key_heads + head : head];
+    else if (unit < 0x1p-126f)
+        unit = 0;
     for (uint i = LANE; i < dim; i += LANES)
-        target[i] = largest > 0 ? convert_char_sat_rte(row[i] / largest) : (char)0;
+        target[i] = to_code(unit > 0 ? row[i] / unit : 0.0f);
     if (LANE == 0)
-        (is_value ? value_scales : key_scales)[place] = largest;
+        (is_value ? value_scales : key_scales)[place] = unit;
 #else
     for (uint i = LANE; i < dim; i += LANES)
         store_number(row[i], i, target);

@@ -48,6 +48,14 @@ struct bfloat {
   }
 };
 
+template <typename To, typename From>
+inline To as_type(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To result;
+  std::memcpy(&result, &value, sizeof result);
+  return result;
+}
+
 namespace shim {
 
 constexpr uint32_t SIMD_WIDTH = 32;

@@ -9,11 +9,12 @@ from typing import Protocol
 import numpy as np
 import pytest
 
+from polysilicon.backend import Device
 from polysilicon.errors import ModelError
+from polysilicon.reference.device import ReferenceDevice
 from polysilicon.weights.checkpoint import open_checkpoint
 
 from .checkpoints import Case, Written, write
-from .devices import OpenDevice, opened_devices
 
 
 class Refused(Protocol):
@@ -21,9 +22,10 @@ class Refused(Protocol):
 
 
 @pytest.fixture(scope="session")
-def device() -> Iterator[OpenDevice]:
-    with opened_devices() as open_device:
-        yield open_device
+def reference() -> Iterator[Device]:
+    device = ReferenceDevice()
+    yield device
+    device.close()
 
 
 @pytest.fixture

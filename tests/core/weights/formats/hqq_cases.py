@@ -54,6 +54,9 @@ def quantize(
     frame = weight.reshape((-1, group) if axis else (group, -1)).astype(np.float64)
     low, high = frame.min(axis, keepdims=True), frame.max(axis, keepdims=True)
     top = (1 << bits) - 1
+    if bits == 1:
+        # Two levels at the ends would make weights of twice the model's size.
+        low, high = low / 2, high / 2
     scale = ((high - low) / top).astype(dtype)
     zero = (-low / scale.astype(np.float64)).astype(dtype)
     step, middle = (part.astype(np.float64) for part in (scale, zero))

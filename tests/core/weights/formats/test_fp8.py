@@ -77,6 +77,7 @@ def changed(index: tuple[int, ...], value: float) -> Callable[[np.ndarray], np.n
     [
         (changed((1, 1), np.nan), "not finite"),
         (changed((0, 0), np.inf), "not finite"),
+        (changed((2, 1), 3e38), "so large"),
         (changed((2, 0), -1.0), "negative scales"),
         (lambda scale: scale[:2], r"shape \[2, 2\], which does not fit .*\[128, 64\]"),
         (lambda scale: scale.T, r"shape \[2, 3\]"),

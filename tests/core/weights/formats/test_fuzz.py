@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from polysilicon.errors import ModelError
 from polysilicon.weights.checkpoint import open_checkpoint
 
+from .cases import CASES
 from .checkpoints import Case, write
-from .test_models import CASES
 
 
 @functools.cache
