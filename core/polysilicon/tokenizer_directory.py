@@ -128,10 +128,13 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 def _token_text(value: object) -> str | None:
-    """A token as configs write it: its text, or an object with `content`."""
+    """A token as configs write it: its text, or an object with `content`. Half of a surrogate pair,
+    which JSON can escape, is in no token."""
     if isinstance(value, Mapping):
         value = value.get("content")
-    return value if isinstance(value, str) and value else None
+    if not isinstance(value, str) or any("\ud800" <= character <= "\udfff" for character in value):
+        return None
+    return value or None
 
 
 def _named_specials(special_map: Mapping[str, Any]) -> list[str]:

@@ -66,7 +66,7 @@ def check_dense(types: Iterable[str], scheme: str, source: str) -> None:
     """Raises ConfigError where any of a checkpoint's stored types is one of quantised weights."""
     found = Counter(name for name in types if name not in SUPPORTED_TYPES)
     if found:
-        raise _quantized_already(scheme, source, ", ".join(name for name, _ in found.most_common()))
+        raise quantized_already(scheme, source, ", ".join(name for name, _ in found.most_common()))
 
 
 def quantize_loaded(weight: Weight, key: str, scheme: str, source: str) -> Weight:
@@ -77,7 +77,7 @@ def quantize_loaded(weight: Weight, key: str, scheme: str, source: str) -> Weigh
     quantised already, and ModelError for one that holds no numbers.
     """
     if not isinstance(weight, Dense):
-        raise _quantized_already(scheme, source, weight.encoding)
+        raise quantized_already(scheme, source, weight.encoding)
     chosen = QUANTIZE_SCHEMES[scheme]
     module = key.rpartition(".")[0].rpartition(".")[2]
     quantize = chosen.tables if module in _TABLES else chosen.linears
@@ -95,7 +95,8 @@ def quantize_loaded(weight: Weight, key: str, scheme: str, source: str) -> Weigh
     return _unstacked(quantize(values.reshape(-1, inputs)), weight.shape)
 
 
-def _quantized_already(scheme: str, source: str, what: str) -> ConfigError:
+def quantized_already(scheme: str, source: str, what: str) -> ConfigError:
+    """The error for a checkpoint that `--quantize` cannot take. what: how it is quantised."""
     return ConfigError(
         f"--quantize {scheme} works on dense checkpoints, and {source} is quantised already "
         f"({what}). Leave --quantize out, or name the unquantised model."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from polysilicon.hub import PREFIX, fetch_config
 from polysilicon.models.architecture import Architecture
 from polysilicon.models.config import ModelConfig
 from polysilicon.models.loading import read_config
-from polysilicon.models.quantizing import QUANTIZE_SCHEMES, quantize_loaded
+from polysilicon.models.quantizing import QUANTIZE_SCHEMES, quantize_loaded, quantized_already
 from polysilicon.models.registry import architectures, find_hf
 from polysilicon.plan.stored import StoredWeights, stored_weights
 from polysilicon.progress import Progress, no_progress
@@ -190,6 +191,11 @@ def quantized(model: PlannedModel, scheme: str) -> PlannedModel:
             f"--quantize {scheme!r:.80} is not known{nearest(scheme, SCHEMES) or '.'} Known are "
             f"{', '.join(SCHEMES)}"
         )
+    dense = tuple(f"dense:{dtype}" for dtype in DENSE_DTYPES)
+    encodings = Counter(tensor.encoding for tensor in model.tensors if tensor.is_matrix)
+    coded = [encoding for encoding, _ in encodings.most_common() if encoding not in dense]
+    if coded:
+        raise quantized_already(scheme, model.name, ", ".join(coded))
     tensors = tuple(
         _quantized(tensor, scheme, model.name) if tensor.is_matrix else tensor
         for tensor in model.tensors
@@ -199,12 +205,7 @@ def quantized(model: PlannedModel, scheme: str) -> PlannedModel:
 
 def _quantized(tensor: PlannedTensor, scheme: str, source: str) -> PlannedTensor:
     """By the scheme's own function, of one row of zeros."""
-    dtype = DENSE_DTYPES.get(tensor.encoding.removeprefix("dense:"))
-    if dtype is None:
-        raise ConfigError(
-            f"--quantize {scheme} works on dense checkpoints, and {source} is quantised already "
-            f"({tensor.encoding}). Leave --quantize out, or name the unquantised model."
-        )
+    dtype = DENSE_DTYPES[tensor.encoding.removeprefix("dense:")]
     width = tensor.shape[-1]
     if width <= _WIDE:
         row = _row_of(tensor, width, dtype, scheme, source)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from polysilicon.errors import ModelError
 from polysilicon.weights.gguf_blocks import TENSOR_TYPES
 from polysilicon.weights.gguf_header import MAGIC, MetadataValue
 
@@ -85,7 +86,13 @@ def _aligned(size: int) -> int:
 
 
 def _text(value: str) -> bytes:
-    data = value.encode()
+    try:
+        data = value.encode()
+    except UnicodeEncodeError:
+        raise ModelError(
+            f"the text {value!r:.60} holds half of a surrogate pair, which GGUF cannot: correct it "
+            "in the tokenizer and configuration of the model"
+        ) from None
     return struct.pack("<Q", len(data)) + data
 
 

@@ -315,6 +315,23 @@ def test_weights_that_are_no_numbers_are_refused(write_model: WriteModel, tmp_pa
     assert list(tmp_path.iterdir()) == [folder]
 
 
+def test_texts_that_no_utf_8_spells(write_model: WriteModel, tmp_path: Path) -> None:
+    """JSON can escape half of a surrogate pair: a directory's JSON does so again."""
+    folder = write_model(LLAMA, said="\ud800 \u00e9")
+    with open_checkpoint(folder) as checkpoint:
+        quantize(checkpoint, tmp_path / "out", to="mlx")
+    written = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert written["said"] == "\ud800 \u00e9"
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "chat_template": "\udfff"}))
+    with (
+        open_checkpoint(folder) as checkpoint,
+        pytest.raises(ModelError, match="half of a surrogate pair"),
+    ):
+        quantize(checkpoint, tmp_path / "out.gguf", to="q8_0")
+    assert set(tmp_path.iterdir()) == {folder, tmp_path / "out"}
+
+
 def test_large_models_are_written_in_shards(tmp_path: Path) -> None:
     writer = SafetensorsWriter(tmp_path, {"format": "pt"}, shard_bytes=1000)
     random = np.random.default_rng(0)

@@ -148,6 +148,11 @@ def test_the_config_rules_over_the_post_processor(tmp_path: Path) -> None:
     assert tokenizer.encode("", add_special=True, parse_special=False) == []
 
 
+def test_half_of_a_surrogate_pair_is_no_token(tmp_path: Path) -> None:
+    write_sentencepiece(tmp_path, eos_token="\ud800", additional_special_tokens=["\udfff"])
+    assert Tokenizer.from_directory(tmp_path).eos_ids == {2}  # as without a word of it
+
+
 def test_ends_of_generation_config(tmp_path: Path) -> None:
     write_sentencepiece(tmp_path, eos_token="</s>")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 260]}')
