@@ -22,7 +22,7 @@ class Comparison:
     """By token, `[n]`. logprob, reference: of the token that is there. divergence: Kullback-Leibler
     divergence of the model's distribution from the reference's, `sum p_ref (log p_ref - log p)`, in
     nats, as llama.cpp's. same_top: whether both hold the same token for the likeliest, the lowest
-    id of equals."""
+    id of equals; rows without any probability hold none."""
 
     logprob: Float64
     reference: Float64
@@ -79,11 +79,12 @@ def _compare(logprobs: Float64, reference: Float64, targets: npt.NDArray[np.int6
     terms[p == 0] = 0
     divergence = terms.sum(axis=1)
     divergence[(p == 0).all(axis=1)] = np.inf
+    both_have = np.isfinite(logprobs.max(axis=1)) & np.isfinite(reference.max(axis=1))
     return Comparison(
         logprob=logprobs[at, targets],
         reference=reference[at, targets],
         divergence=divergence,
-        same_top=logprobs.argmax(axis=1) == reference.argmax(axis=1),
+        same_top=both_have & (logprobs.argmax(axis=1) == reference.argmax(axis=1)),
     )
 
 

@@ -57,6 +57,7 @@ def test_what_is_no_number_has_no_probability():
     assert compare(some, clean, np.array([1])).logprob == [-np.inf]
     for pair in ((nothing, some), (some, nothing), (nothing, nothing)):
         assert compare(*pair, np.array([2])).divergence == [np.inf]
+        assert not compare(*pair, np.array([2])).same_top
     infinite = np.array([[np.inf, 0.0, 0.0, 0.0]], np.float32)
     assert compare(infinite, some, np.array([0])).logprob == [0]
 
