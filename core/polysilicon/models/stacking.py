@@ -22,11 +22,11 @@ def stack_experts(weights: Sequence[Weight]) -> Weight:
     """Matrices `[N, K]` of one shape as a stack `[E, N, K]`.
 
     As they are where they have one form; integers that differ only in how zero points are stored
-    are brought into one, exactly. A stack has one order of inputs, while act-order gives each
-    expert its own, and checkpoints may mix encodings. Then integers of up to 4 bits become 8 bits
-    under a scale for every 32 inputs, which adds about 0.2% to the squared error that rounding
-    Gaussian weights to 4 bits has left. Everything else becomes 16 bits, or float32 where one of
-    them is.
+    are brought into one, exactly where scales have 16 bits. A stack has one order of inputs, while
+    act-order gives each expert its own, and checkpoints may mix encodings. Then integers of up to 4
+    bits become 8 bits under a scale for every 32 inputs, which adds about 0.2% to the squared error
+    that rounding Gaussian weights to 4 bits has left. Everything else becomes 16 bits, or float32
+    where one of them is.
     """
     if have_one_form(weights):
         return stack_weights(weights)

@@ -108,6 +108,9 @@ class Scaling:
         if maker == "v" and config.heads != config.kv_heads:
             # A value head serves several query heads, whose inputs to o would have one scale.
             return None
+        if maker == "attention_norm" and config.parallel_residual:
+            # The feed-forward block reads it, too.
+            return None
         if maker.endswith("up") and config.activation == "swiglu_oai":
             return None
         if maker == "expert_up" and f"layers.{layer}.{maker}.bias" in self._source.shapes:

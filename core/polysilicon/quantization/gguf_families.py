@@ -70,7 +70,7 @@ def _experts(experts: Experts, architecture: str) -> Keys:
         keys["expert_shared_feed_forward_length"] = experts.shared_size
     if architecture == "deepseek2":
         keys |= {
-            "leading_dense_block_count": experts.layers.index(True),
+            "leading_dense_block_count": experts.layers.count(False),
             "expert_shared_count": experts.shared_size // experts.size,
             "expert_weights_scale": experts.scale,
             "expert_weights_norm": experts.renormalize,

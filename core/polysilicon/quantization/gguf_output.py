@@ -15,6 +15,7 @@ from polysilicon.quantization.gguf_file import GGUFTensor, GGUFWriter
 from polysilicon.quantization.gguf_metadata import gguf_metadata
 from polysilicon.quantization.source import ModelSource, Unit
 from polysilicon.weights.encodings import Float32, GroupAffine
+from polysilicon.weights.gguf import NORMS_PLUS_ONE, ROWS_INTERLEAVED
 
 GGUF_FORMATS = {
     "q4_0": 2,
@@ -42,10 +43,6 @@ _FITS: Mapping[str, rtn.Fit] = {
 }
 # For inputs that are no multiple of 256, as llama.cpp has it.
 _WITHOUT_BLOCKS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
-
-# Converters add 1 to these families' norm weights, whose models scale by `1 + weight`.
-_NORMS_PLUS_ONE = frozenset({"gemma2", "gemma3"})
-_ROWS_INTERLEAVED = frozenset({"llama", "granite"})
 
 
 def fit_of(kind: str) -> rtn.Fit:
@@ -129,7 +126,7 @@ class GGUFOutput:
         order = self._order(unit)
         if order is not None:
             values = values[order]
-        if unit.name.endswith("norm.weight") and self._architecture in _NORMS_PLUS_ONE:
+        if unit.name.endswith("norm.weight") and self._architecture in NORMS_PLUS_ONE:
             values = values + np.float32(1)
         kind = np.float16 if self._types[unit.name] == "F16" else np.float32
         self._writer.write(unit.name, np.ascontiguousarray(values, kind).reshape(-1).view(np.uint8))
@@ -139,7 +136,7 @@ class GGUFOutput:
         i and i + d / 2 of a head, become 2 i and 2 i + 1."""
         config = self._source.config
         module = unit.module
-        if self._architecture not in _ROWS_INTERLEAVED or module not in ("q", "k"):
+        if self._architecture not in ROWS_INTERLEAVED or module not in ("q", "k"):
             return None
         heads = config.heads if module == "q" else config.kv_heads
         rows = np.arange(unit.shape[0], dtype=np.int64)

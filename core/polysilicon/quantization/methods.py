@@ -27,6 +27,10 @@ nearest."""
 _IMPORTANCE_FLOOR = np.float32(0.01)
 _TOKENS_AT_ONCE = 2048
 
+# Of the experts of a mixture, how many are looked at for the scale that all share, and how many
+# rows of each of their matrices.
+_SEARCH_EXPERTS, _SEARCH_ROWS = 16, 64
+
 
 def hessian(x: Float32) -> npt.NDArray[np.float64]:
     """Sum of the outer products of inputs `[T, K]`: float64 `[K, K]`."""
@@ -120,11 +124,6 @@ class GPTQ:
     def _any_fit(self, keys: Sequence[str], expert: int | None) -> bool:
         units = (self._source.place(key, expert)[0] for key in keys)
         return any(self._fit(unit) is not None for unit in units)
-
-
-# Of the experts of a mixture, how many are looked at for the scale that all share, and how many
-# rows of each of their matrices.
-_SEARCH_EXPERTS, _SEARCH_ROWS = 16, 64
 
 
 class AWQ:

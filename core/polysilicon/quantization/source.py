@@ -150,7 +150,7 @@ class ModelSource:
         return "bf16" if types == {"BF16"} or self.family.name.startswith("gemma") else "f16"
 
     def parameter(self, key: str) -> Weight:
-        """One parameter, as the family has it, that is no stack of experts in several tensors."""
+        """One parameter, as the family has it; dense where several tensors make it."""
         source = self._sources[key]
         weights = [
             source.take(as_expected(self.checkpoint.weight(name), source))

@@ -37,10 +37,12 @@ SPLIT_NAME = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf
 
 _MISSING_SHOWN = 5
 
-# Converters add 1 to these architectures' norm weights, whose models scale by `1 + weight`.
-_NORMS_PLUS_ONE = frozenset({"gemma", "gemma2", "gemma3"})
-# They put the rows of q and k of these into the interleaved order of rotary pairs.
-_ROWS_INTERLEAVED = frozenset({"llama", "granite"})
+NORMS_PLUS_ONE = frozenset({"gemma", "gemma2", "gemma3"})
+"""Architectures to whose norm weights converters add 1, as their models scale by `1 + weight`."""
+
+ROWS_INTERLEAVED = frozenset({"llama", "granite"})
+"""Architectures whose rows of q and k they put into the interleaved order of rotary pairs."""
+
 _QUERY_OR_KEY = re.compile(r"blk\.(?P<layer>\d{1,6})\.attn_(?P<which>[qk])\.(weight|bias)")
 
 
@@ -127,11 +129,11 @@ class GGUFFile:
             raise ModelError(f"{self.path}: tensor {shown(name)} has {problem}. {DOWNLOAD_AGAIN}")
         architecture = str(self.metadata.get("general.architecture"))
         query_or_key = _QUERY_OR_KEY.fullmatch(name)
-        if architecture in _ROWS_INTERLEAVED and query_or_key:
+        if architecture in ROWS_INTERLEAVED and query_or_key:
             layer, which = int(query_or_key["layer"]), query_or_key["which"]
             heads = self._head_count(layer, key=which == "k")
             return weight.take_rows(_half_split_rows(self.path, name, weight.shape, heads))
-        if name.endswith("norm.weight") and architecture in _NORMS_PLUS_ONE:
+        if name.endswith("norm.weight") and architecture in NORMS_PLUS_ONE:
             return Dense(array=weight.dequantize() - np.float32(1))
         return weight
 

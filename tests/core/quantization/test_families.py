@@ -94,6 +94,16 @@ def test_gguf_files_hold_exactly_what_was_meant(
     assert np.median(np.abs(computed - dense)) < 0.3 * dense.std()
 
 
+def test_gguf_says_that_no_layer_is_a_mixture(tmp_path: Path, logits: Logits) -> None:
+    config = family_config("deepseek_v2") | {"first_k_dense_replace": 3}
+    with open_checkpoint(write_family(tmp_path / "model", config)) as checkpoint:
+        dense = logits(checkpoint)
+        quantize(checkpoint, tmp_path / "out.gguf", to="q8_0")
+    with open_checkpoint(tmp_path / "out.gguf") as written:
+        assert not any("exps" in name for name in written.tensors)
+        assert np.abs(logits(written) - dense).mean() < 0.05 * dense.std()
+
+
 def test_refusals_name_what_can_be_done(tmp_path: Path) -> None:
     with open_checkpoint(write_family(tmp_path / "oss", family_config("gpt_oss"))) as checkpoint:
         for to in ("compressed-tensors", "gptq", "awq"):
@@ -235,6 +245,18 @@ def test_scales_leave_mixtures_what_they_are(
     with open_checkpoint(plain) as checkpoint:
         found = logits(checkpoint)
     np.testing.assert_allclose(found, expected, rtol=2e-2, atol=2e-3 * np.abs(expected).max())
+
+
+def test_a_norm_that_both_blocks_read_is_not_scaled(tmp_path: Path) -> None:
+    config = family_config("stablelm")
+    keys = [f"layers.1.{part}.weight" for part in "qkv"]
+    for parallel in (False, True):
+        folder = tmp_path / str(parallel)
+        write_family(folder, config | {"use_parallel_residual": parallel})
+        with open_checkpoint(folder) as checkpoint:
+            scaling = Scaling(ModelSource(checkpoint, gguf=False))
+        assert scaling.takes(keys) != parallel
+        assert scaling.takes(["layers.1.down.weight"])
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3"])
