@@ -2,7 +2,7 @@
 
 llm-compressor has `self_attn.k_scale` and `v_scale`, one number (`[1]`) or one a head
 (`[Hk, 1, 1]`), ModelOpt `k_proj.k_scale` and `v_proj.v_scale`, where the projections are one
-`qkv_proj.k_scale` and `qkv_proj.v_scale`, AutoFP8 and Quark `k_proj.output_scale` and
+`qkv_proj.k_scale` and `qkv_proj.v_scale`, AutoFP8 `k_proj.output_scale` and
 `v_proj.output_scale`; and what is oldest, `self_attn.kv_scale` for both. In all of them an element
 is `scale * decode(code)`.
 """

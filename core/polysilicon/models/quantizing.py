@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from polysilicon.errors import ConfigError, ModelError
-from polysilicon.quantization.rtn import quantize_affine, quantize_float8, quantize_symmetric
 from polysilicon.weights.encodings import (
     Array,
     Dense,
@@ -21,6 +20,7 @@ from polysilicon.weights.encodings import (
     Weight,
 )
 from polysilicon.weights.files import shown
+from polysilicon.weights.rtn import quantize_affine, quantize_float8, quantize_symmetric
 from polysilicon.weights.safetensors import SUPPORTED_TYPES
 
 GROUP = 32

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +78,9 @@ class HeadNormedAttention:
             ]
             for part in "qk"
         ]
+        scales = weights.kv_scales(f"{at}.k.weight", f"{at}.v.weight", heads=config.kv_heads)
+        # A device of an earlier contract does not know the keyword; it is never given any.
+        self._kv_scales: dict[str, Any] = {} if scales is None else {"kv_scales": scales}
         inputs = config.heads * config.head_dim
         self._o = place_linear(weights, [f"{at}.o"], inputs=inputs, target=f"{at}.o")
 
@@ -101,6 +105,7 @@ class HeadNormedAttention:
             heads=config.heads,
             scale=config.attention_scale,
             rope=config.ropes[self._index],
+            **self._kv_scales,
         )
         (x,) = self._o(step, x)
         return x

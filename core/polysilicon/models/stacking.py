@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from polysilicon.models.transcoding import narrow
-from polysilicon.quantization.rtn import quantize_symmetric
 from polysilicon.weights.encodings import DENSE_DTYPES, Dense, GroupAffine, Weight, scale_values
+from polysilicon.weights.rtn import quantize_symmetric
 from polysilicon.weights.stacks import have_one_form, stack_weights
 
 FEW_BITS = 4

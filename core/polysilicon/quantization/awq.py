@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from polysilicon.quantization.rtn import Fit
 from polysilicon.quantization.source import ModelSource, Unit
 from polysilicon.weights.encodings import Float32
+from polysilicon.weights.rtn import Fit
 
 _RATIOS = np.linspace(0, 1, 9)
 _SEARCH_ROWS = 256

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from polysilicon.errors import ConfigError
-from polysilicon.quantization import rtn
 from polysilicon.quantization.hf_config_writer import hf_config
 from polysilicon.quantization.hf_tokenizer import write_tokenizer
 from polysilicon.quantization.layouts import LAYOUTS
 from polysilicon.quantization.safetensors_file import SafetensorsWriter
 from polysilicon.quantization.source import ModelSource, Unit
+from polysilicon.weights import rtn
 from polysilicon.weights.checkpoint import SafetensorsCheckpoint
 from polysilicon.weights.encodings import DENSE_DTYPES, Float32, GroupAffine
 from polysilicon.weights.gguf import GGUFFile

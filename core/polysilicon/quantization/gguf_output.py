@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from polysilicon.quantization import k_quants, rtn
+from polysilicon.quantization import k_quants
 from polysilicon.quantization.gguf_encode import encode
 from polysilicon.quantization.gguf_file import GGUFTensor, GGUFWriter
 from polysilicon.quantization.gguf_metadata import gguf_metadata
 from polysilicon.quantization.source import ModelSource, Unit
+from polysilicon.weights import rtn
 from polysilicon.weights.encodings import Float32, GroupAffine
 from polysilicon.weights.gguf import NORMS_PLUS_ONE, ROWS_INTERLEAVED
 

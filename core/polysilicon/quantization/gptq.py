@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from polysilicon.quantization.rtn import Codes, Grid
 from polysilicon.weights.encodings import Float32
+from polysilicon.weights.rtn import Codes, Grid
 
 Float64 = npt.NDArray[np.float64]
 

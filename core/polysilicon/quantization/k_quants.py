@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from polysilicon.quantization.rtn import (
+from polysilicon.weights.encodings import Float32, SuperScaled, pack_codes
+from polysilicon.weights.rtn import (
     Grid,
     error_weights,
     in_dtype,
@@ -14,7 +15,6 @@ from polysilicon.quantization.rtn import (
     search_affine,
     search_symmetric,
 )
-from polysilicon.weights.encodings import Float32, SuperScaled, pack_codes
 
 BLOCK = 256
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from polysilicon.quantization.rtn import zero_points
 from polysilicon.weights.encodings import Array, GroupAffine, unpack_codes
+from polysilicon.weights.rtn import zero_points
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

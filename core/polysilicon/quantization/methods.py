@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from polysilicon.quantization.awq import Scaling, find_scale
 from polysilicon.quantization.gptq import curvature, gptq_codes
-from polysilicon.quantization.rtn import Fit
 from polysilicon.quantization.source import ModelSource, Unit
 from polysilicon.weights.encodings import Float32, GroupAffine
+from polysilicon.weights.rtn import Fit
 
 ChooseFit = Callable[[Unit], Fit | None]
 """How the grid of a unit is chosen; None where it stays dense."""

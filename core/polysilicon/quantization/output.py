@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from polysilicon.quantization.rtn import Fit
 from polysilicon.quantization.source import Unit
 from polysilicon.weights.encodings import Float32, GroupAffine
+from polysilicon.weights.rtn import Fit
 
 
 class Output(Protocol):

@@ -11,10 +11,10 @@ import pytest
 from polysilicon.quantization.awq import Scaling, find_scale
 from polysilicon.quantization.gptq import DAMPING, curvature, gptq_codes
 from polysilicon.quantization.methods import hessian, importance
-from polysilicon.quantization.rtn import Fit, fit_affine, fit_symmetric, fit_zero_point
 from polysilicon.quantization.source import ModelSource
 from polysilicon.weights.checkpoint import open_checkpoint
 from polysilicon.weights.encodings import Dense, Float32
+from polysilicon.weights.rtn import Fit, fit_affine, fit_symmetric, fit_zero_point
 
 from .conftest import GEMMA3, LLAMA, Logits, WriteModel
 

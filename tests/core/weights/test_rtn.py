@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from polysilicon.quantization.k_quants import fit_affine_blocks, fit_symmetric_blocks
-from polysilicon.quantization.rtn import (
+from polysilicon.weights.encodings import Float32, SuperScaled
+from polysilicon.weights.rtn import (
     Fit,
     error_weights,
     fit_affine,
@@ -20,7 +21,6 @@ from polysilicon.quantization.rtn import (
     quantize_symmetric,
     zero_points,
 )
-from polysilicon.weights.encodings import Float32, SuperScaled
 
 FITS: dict[str, Fit] = {
     "symmetric": functools.partial(fit_symmetric, bits=4, group=32, dtype="f16"),
