@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
-from polysilicon.backend import Handle, KVScales
+from polysilicon.backend import Handle
 from polysilicon.models.config import ModelConfig
 from polysilicon.models.model import Model
 from polysilicon.models.names import TensorNames
@@ -42,9 +42,10 @@ class Weights(Protocol):
         """Place matrices that `compute` makes of the values of keys, fused: float32 where one of
         them is stored so, else in 16 bits."""
 
-    def kv_scales(self, key: str, value: str, *, heads: int) -> KVScales | None:
-        """What `Ops.attention` is to be told of a layer whose keys and values come from these
-        matrices; None where KV is not fp8, or the checkpoint was not calibrated for it."""
+    def kv_scales(self, key: str, value: str, *, heads: int) -> Mapping[str, Any]:
+        """Keywords that tell `Ops.attention` the `kv_scales` of a layer whose keys and values come
+        from these matrices. None where KV is not fp8, the checkpoint was not calibrated for it, or
+        the device, of an earlier contract, does not know the keyword."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

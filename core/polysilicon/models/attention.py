@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from polysilicon.backend import Handle, KVPool
 from polysilicon.models.architecture import Weights
@@ -45,9 +44,7 @@ class SelfAttention:
                     Norm(weight=norm, eps=config.norm_eps) for norm in norms
                 )
         key, value = (f"{at}.{part}.weight" for part in "kv")
-        scales = weights.kv_scales(key, value, heads=config.kv_heads)
-        # A device of an earlier contract does not know the keyword; it is never given any.
-        self._kv_scales: dict[str, Any] = {} if scales is None else {"kv_scales": scales}
+        self._kv_scales = weights.kv_scales(key, value, heads=config.kv_heads)
         self._sinks = weights.vector(f"{at}.sinks.weight") if config.sinks else None
         self._o = place_linear(
             weights,

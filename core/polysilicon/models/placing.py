@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from polysilicon.backend import Device, Handle, KVScales
+from polysilicon.backend import Device, Handle
 from polysilicon.models.kv_scales import read_kv_scales
 from polysilicon.models.names import Source
 from polysilicon.models.quantizing import quantize_loaded
@@ -124,13 +125,15 @@ class Placing:
         values = compute(*(weight.dequantize() for weight in weights))
         return self._place([Dense(array=v) if wide else narrow(v) for v in values], keys)
 
-    def kv_scales(self, key: str, value: str, *, heads: int) -> KVScales | None:
+    def kv_scales(self, key: str, value: str, *, heads: int) -> Mapping[str, Any]:
         if self._kv_dtype != "fp8_e4m3":
-            return None
+            return {}
         modules = (self._sources[name].tensors[0].removesuffix(".weight") for name in (key, value))
         scales = read_kv_scales(self._checkpoint, *modules, heads=heads)
-        self._calibrated += scales is not None
-        return scales if self._device.capabilities.kv_scales else None
+        if scales is None:
+            return {}
+        self._calibrated += 1
+        return {"kv_scales": scales} if self._device.capabilities.kv_scales else {}
 
     def notes(self) -> list[str]:
         quantized = [

@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -78,9 +77,8 @@ class HeadNormedAttention:
             ]
             for part in "qk"
         ]
-        scales = weights.kv_scales(f"{at}.k.weight", f"{at}.v.weight", heads=config.kv_heads)
-        # A device of an earlier contract does not know the keyword; it is never given any.
-        self._kv_scales: dict[str, Any] = {} if scales is None else {"kv_scales": scales}
+        key, value = (f"{at}.{part}.weight" for part in "kv")
+        self._kv_scales = weights.kv_scales(key, value, heads=config.kv_heads)
         inputs = config.heads * config.head_dim
         self._o = place_linear(weights, [f"{at}.o"], inputs=inputs, target=f"{at}.o")
 

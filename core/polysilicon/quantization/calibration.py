@@ -10,7 +10,7 @@ float32: for `MAX_TOKENS` tokens and 32 layers of width 4096 about 8 GiB.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -203,8 +203,8 @@ class _Vectors:
     def computed(self, compute: Callable[..., Sequence[Float32]], *keys: str) -> Handle:
         return _Computed(source=self._source, compute=compute, keys=keys)
 
-    def kv_scales(self, key: str, value: str, *, heads: int) -> None:
-        return None
+    def kv_scales(self, key: str, value: str, *, heads: int) -> Mapping[str, Any]:
+        return {}
 
 
 class _CalibrationOps(ReferenceOps):
